@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launch counters kept on the device, so that CUDA graph replays count too."""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+COUNTED = (
+    "plan",
+    "decode",
+    "merge",
+    "prefill",
+    "kv_cache_write",
+    "rms_norm",
+    "fused_add_rms_norm",
+)
+COUNT_PLAN = tl.constexpr(0)
+COUNT_DECODE = tl.constexpr(1)
+COUNT_MERGE = tl.constexpr(2)
+COUNT_PREFILL = tl.constexpr(3)
+COUNT_KV_CACHE_WRITE = tl.constexpr(4)
+COUNT_RMS_NORM = tl.constexpr(5)
+COUNT_FUSED_ADD_RMS_NORM = tl.constexpr(6)
+
+
+@triton.jit
+def count_launch(counts_ptr, KERNEL: tl.constexpr):
+    """The first program of a launch adds one; every kernel calls this once."""
+    first = tl.program_id(0) + tl.program_id(1) + tl.program_id(2) == 0
+    if first:
+        tl.atomic_add(counts_ptr + KERNEL, 1, sem="relaxed")
+
+
+@functools.cache
+def _counters(device: torch.device) -> torch.Tensor:
+    return torch.zeros(len(COUNTED), dtype=torch.int64, device=device)
+
+
+def counters(device: torch.device) -> torch.Tensor:
+    """This device's counters, [len(COUNTED)] int64, never freed: graphs hold them."""
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return _counters(device)
+
+
+def _default_device() -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def launch_counts(device: torch.device | str | None = None) -> dict[str, int]:
+    """Launches of each kernel on `device` in this process; waits for the device.
+
+    Graph replays count, since the kernels themselves do the counting.
+    """
+    device = _default_device() if device is None else torch.device(device)
+    return dict(zip(COUNTED, counters(device).tolist(), strict=True))
+
+
+def reset_launch_counts(device: torch.device | str | None = None) -> None:
+    """Set every counter of `device` to zero."""
+    device = _default_device() if device is None else torch.device(device)
+    counters(device).zero_()

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Device helpers that prefill and decode share: scores, masks, online softmax.
+
+All state is in the log2 domain, so that exp2 serves: m_i is a running maximum of
+score * log2(e), l_i the sum of exp2(score * log2(e) - m_i).
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E = 1.4426950408889634
+# Finite stand-in for -inf: differences of two of them are 0, not NaN.
+MASKED = tl.constexpr(-1.0e30)
+
+
+@triton.jit
+def page_ids(
+    block_table, pos, start, last, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr
+):
+    """Block ids of keys pos..pos+BLOCK_N-1, clamped to the keys start..last.
+
+    Entries of the table outside that range may be stale and are never read. One id
+    where a tile lies within a block, one per key otherwise.
+    """
+    if BLOCK_SIZE % BLOCK_N == 0:
+        return tl.load(block_table + tl.minimum(pos, last) // BLOCK_SIZE)
+    idx = tl.minimum(tl.maximum(pos + tl.arange(0, BLOCK_N), start), last)
+    return tl.load(block_table + idx // BLOCK_SIZE)
+
+
+@triton.jit
+def tile_offsets(
+    ids,
+    pos,
+    head,
+    stride_block,
+    stride_slot,
+    stride_head,
+    BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_SIZE_PADDED: tl.constexpr,
+):
+    """Offsets [BLOCK_N, HEAD_SIZE_PADDED] of a K or V tile; int64, pools are large."""
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_d = tl.arange(0, HEAD_SIZE_PADDED)
+    blocks = ids.to(tl.int64) * stride_block
+    if BLOCK_SIZE % BLOCK_N == 0:
+        tile = blocks + (pos % BLOCK_SIZE) * stride_slot + head * stride_head
+        return tile + (offs_n * stride_slot)[:, None] + offs_d[None, :]
+    rows = blocks + ((pos + offs_n) % BLOCK_SIZE) * stride_slot
+    return rows[:, None] + head * stride_head + offs_d[None, :]
+
+
+@triton.jit
+def load_tile(
+    base,
+    offsets,
+    in_range,
+    MASK_ROWS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    HEAD_SIZE_PADDED: tl.constexpr,
+):
+    """Load a K or V tile; rows out of range are not read and give zeros."""
+    in_head = (tl.arange(0, HEAD_SIZE_PADDED) < HEAD_SIZE)[None, :]
+    in_range = in_range[:, None]
+    if MASK_ROWS and HEAD_SIZE != HEAD_SIZE_PADDED:
+        return tl.load(base + offsets, mask=in_range & in_head, other=0.0)
+    if MASK_ROWS:
+        return tl.load(base + offsets, mask=in_range, other=0.0)
+    if HEAD_SIZE != HEAD_SIZE_PADDED:
+        return tl.load(base + offsets, mask=in_head, other=0.0)
+    return tl.load(base + offsets)
+
+
+@triton.jit
+def shape_scores(
+    scores,
+    key_pos,
+    query_pos,
+    slopes,
+    qk_scale,
+    cap_scale,
+    cap_log2,
+    SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+):
+    """Apply soft cap and ALiBi, leaving scores in the log2 domain.
+
+    Without either the scores stay raw: qk_scale is then folded into exp2's argument.
+    """
+    if SOFTCAP:
+        # tanh by exp2 of a non-positive number: saturates instead of overflowing.
+        t = scores * cap_scale
+        e = tl.math.exp2(-2.8853900817779268 * tl.abs(t))
+        tanh = (1.0 - e) / (1.0 + e)
+        scores = tl.where(t < 0, -tanh, tanh) * cap_log2
+    elif ALIBI:
+        scores = scores * qk_scale
+    if ALIBI:
+        distance = (key_pos[None, :] - query_pos[:, None]).to(tl.float32)
+        scores += slopes[:, None] * distance
+    return scores
+
+
+@triton.jit
+def keys_in_range(key_pos, start, end, HAS_WINDOW: tl.constexpr):
+    """[keys] bool: may any row of this program see the key?
+
+    Values of other keys must not even be multiplied by zero: they may be NaN.
+    """
+    ok = key_pos < end
+    if HAS_WINDOW:
+        ok = ok & (key_pos >= start)
+    return ok
+
+
+@triton.jit
+def visible_keys(
+    key_pos, query_pos, end, window, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr
+):
+    """[rows, keys] bool: key before `end` and inside this row's causal window."""
+    ok = (key_pos < end)[None, :]
+    if CAUSAL:
+        ok = ok & (key_pos[None, :] <= query_pos[:, None])
+    if HAS_WINDOW:
+        ok = ok & (query_pos[:, None] - key_pos[None, :] < window)
+        if not CAUSAL:
+            ok = ok & (key_pos[None, :] - query_pos[:, None] < window)
+    return ok
+
+
+@triton.jit
+def online_softmax(scores, m_i, l_i, qk_scale, SCALED: tl.constexpr):
+    """One step: returns (probabilities, rescale factor, m_i, l_i without this tile)."""
+    if SCALED:
+        m_new = tl.maximum(m_i, tl.max(scores, 1))
+        probs = tl.math.exp2(scores - m_new[:, None])
+    else:
+        m_new = tl.maximum(m_i, tl.max(scores, 1) * qk_scale)
+        probs = tl.math.exp2(scores * qk_scale - m_new[:, None])
+    alpha = tl.math.exp2(m_i - m_new)
+    return probs, alpha, m_new, l_i * alpha
+
+
+@triton.jit
+def initial_state(
+    sinks_ptr, heads, rows_mask, use_sink, SINKS: tl.constexpr, BLOCK_M: tl.constexpr
+):
+    """(m_i, l_i) before the first key; a sink is a logit without a value."""
+    m_i = tl.full([BLOCK_M], MASKED, tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    if SINKS:
+        sink = tl.load(sinks_ptr + heads, mask=rows_mask, other=0.0).to(tl.float32)
+        sink = tl.maximum(sink * 1.4426950408889634, MASKED)
+        m_i = tl.where(use_sink, sink, m_i)
+        l_i = tl.where(use_sink, l_i + 1.0, l_i)
+    return m_i, l_i

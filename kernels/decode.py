@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention for short queries: decode and speculative verification, KV split.
+
+A program takes one item of the plan: a range of one request's keys, for the query rows
+of one KV head (query tokens times heads, BLOCK_M at a time). Requests whose keys are
+cut into several items leave normalised partial results and their log-sum-exp; the merge
+kernel weighs them. Which requests are cut, and where, the plan decides on the device.
+
+Source: split KV after Flash-Decoding (Dao et al., 2023); online softmax after
+FlashAttention-2 (Dao, 2023); paging after Kwon et al. (2023).
+"""
+
+import triton
+import triton.language as tl
+
+from portable_backend.device import DeviceInfo
+from portable_backend.kernels._launch import COUNT_DECODE, COUNT_MERGE, count_launch
+from portable_backend.kernels._numerics import round_to
+from portable_backend.kernels._softmax import (
+    MASKED,
+    initial_state,
+    keys_in_range,
+    load_tile,
+    online_softmax,
+    page_ids,
+    shape_scores,
+    tile_offsets,
+    visible_keys,
+)
+from portable_backend.kernels.config import KernelConfig
+
+# Query rows of one program at most: more would spill, so further rows get programs of
+# their own and read the keys again.
+MAX_BLOCK_M = 64
+
+
+def block_m_for(num_rows: int) -> int:
+    """Rows of one program for `num_rows` query rows per KV head."""
+    return min(max(16, triton.next_power_of_2(num_rows)), MAX_BLOCK_M)
+
+
+def default_config(
+    *, head_size: int, element_size: int, device: DeviceInfo
+) -> KernelConfig:
+    """A config that is right everywhere and sensible on the architectures we know.
+
+    Args:
+        head_size: elements per head.
+        element_size: bytes per element of query and cache.
+        device: what the kernel will run on.
+    """
+    if device.platform == "interpreter":
+        return KernelConfig.of(
+            BLOCK_N=256, CTAS_PER_UNIT=0, MIN_CHUNK=1, num_warps=1, num_stages=1
+        )
+    padded = triton.next_power_of_2(head_size)
+    small = device.arch not in ("sm80", "sm90", "sm100")
+    block_n, num_stages = (64, 2 if small else 3) if element_size == 2 else (32, 2)
+    if device.arch == "gfx1100":
+        block_n, num_stages = 32, 1
+    # Two programs per unit keep enough bytes in flight; both must fit.
+    limit = device.limits.shared_bytes_per_unit // 2
+    limit = min(limit, device.limits.shared_bytes_per_block) - 2048
+    while element_size * padded * (64 + 2 * num_stages * block_n) > limit:
+        if num_stages > 1:
+            num_stages -= 1
+        elif block_n > 16:
+            block_n //= 2
+        else:
+            break
+    return KernelConfig.of(
+        BLOCK_N=block_n,
+        CTAS_PER_UNIT=2,
+        MIN_CHUNK=2,
+        num_warps=4,
+        num_stages=num_stages,
+        matrix_instr_nonkdim=16,
+    )
+
+
+def default_merge_config(*, device: DeviceInfo) -> KernelConfig:
+    """The merge kernel's config: splits read at once, and warps."""
+    return KernelConfig.of(BLOCK_SPLITS=8, num_warps=1)
+
+
+@triton.jit(do_not_specialize=["stride_table", "window", "num_rows"])
+def _decode_kernel(
+    # outputs
+    out_ptr, partial_ptr, lse_ptr,
+    # inputs
+    query_ptr, key_cache_ptr, value_cache_ptr,
+    block_table_ptr, query_start_loc_ptr, seq_lens_ptr, sinks_ptr, slopes_ptr,
+    # plan
+    header_ptr, items_ptr, counts_ptr,
+    # strides, in elements
+    stride_out_token, stride_out_head, stride_q_token, stride_q_head,
+    stride_k_block, stride_k_slot, stride_k_head,
+    stride_v_block, stride_v_slot, stride_v_head,
+    stride_table: tl.int64,
+    # options
+    num_rows: tl.int32, window: tl.int32, qk_scale, cap_scale, cap_log2,
+    CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr, SINKS: tl.constexpr,
+    # sizes
+    NUM_KV_HEADS: tl.constexpr, NUM_QUERIES_PER_KV: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr,
+    HEAD_SIZE_PADDED: tl.constexpr,
+    # arithmetic
+    PRECISION: tl.constexpr, EMULATE_BF16: tl.constexpr,
+    # tile
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    count_launch(counts_ptr, COUNT_DECODE)
+    item = tl.program_id(0) // NUM_KV_HEADS
+    kv_head = tl.program_id(0) % NUM_KV_HEADS
+    if item >= tl.load(header_ptr):
+        return
+    seq = tl.load(items_ptr + 4 * item)
+    lo = tl.load(items_ptr + 4 * item + 1)
+    hi = tl.load(items_ptr + 4 * item + 2)
+    slot = tl.load(items_ptr + 4 * item + 3)
+    q_start = tl.load(query_start_loc_ptr + seq)
+    query_len = tl.load(query_start_loc_ptr + seq + 1) - q_start
+    seq_len = tl.load(seq_lens_ptr + seq)
+    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    if tl.program_id(1) * BLOCK_M >= query_len * NUM_QUERIES_PER_KV:
+        return
+
+    offs_d = tl.arange(0, HEAD_SIZE_PADDED)
+    token = row // NUM_QUERIES_PER_KV
+    head = kv_head * NUM_QUERIES_PER_KV + row % NUM_QUERIES_PER_KV
+    row_mask = token < query_len
+    io_mask = row_mask[:, None] & (offs_d < HEAD_SIZE)[None, :]
+    q_rows = (q_start + token).to(tl.int64) * stride_q_token + head * stride_q_head
+    q = tl.load(query_ptr + q_rows[:, None] + offs_d[None, :], mask=io_mask, other=0.0)
+    if EMULATE_BF16:
+        q = q.to(tl.float32)
+    query_pos = seq_len - query_len + token
+    slopes = tl.zeros([BLOCK_M], tl.float32)
+    if ALIBI:
+        slopes = tl.load(slopes_ptr + head, mask=row_mask, other=0.0)
+        slopes = slopes.to(tl.float32) * 1.4426950408889634
+    # The first keys a row of this request may see; the sink goes with them.
+    start = 0
+    if HAS_WINDOW:
+        start = tl.maximum(seq_len - query_len - window + 1, 0)
+    m_i, l_i = initial_state(sinks_ptr, head, row_mask, lo <= start, SINKS, BLOCK_M)
+    acc = tl.zeros([BLOCK_M, HEAD_SIZE_PADDED], tl.float32)
+    block_table = block_table_ptr + seq.to(tl.int64) * stride_table
+    last = tl.maximum(hi - 1, 0)
+
+    ids = page_ids(block_table, lo, start, last, BLOCK_N, BLOCK_SIZE)
+    for pos in tl.range(lo, hi, BLOCK_N, num_stages=NUM_STAGES):
+        key_pos = pos + tl.arange(0, BLOCK_N)
+        in_range = keys_in_range(key_pos, start, hi, HAS_WINDOW)
+        k_offsets = tile_offsets(
+            ids, pos, kv_head, stride_k_block, stride_k_slot, stride_k_head,
+            BLOCK_N, BLOCK_SIZE, HEAD_SIZE_PADDED,
+        )  # fmt: skip
+        k = load_tile(
+            key_cache_ptr, k_offsets, in_range, True, HEAD_SIZE, HEAD_SIZE_PADDED
+        )
+        v_offsets = tile_offsets(
+            ids, pos, kv_head, stride_v_block, stride_v_slot, stride_v_head,
+            BLOCK_N, BLOCK_SIZE, HEAD_SIZE_PADDED,
+        )  # fmt: skip
+        v = load_tile(
+            value_cache_ptr, v_offsets, in_range, True, HEAD_SIZE, HEAD_SIZE_PADDED
+        )
+        ids = page_ids(block_table, pos + BLOCK_N, start, last, BLOCK_N, BLOCK_SIZE)
+        s = tl.dot(q, k.to(q.dtype).T, input_precision=PRECISION)
+        s = shape_scores(
+            s, key_pos, query_pos, slopes, qk_scale, cap_scale, cap_log2, SOFTCAP, ALIBI
+        )
+        ok = visible_keys(key_pos, query_pos, hi, window, CAUSAL, HAS_WINDOW)
+        s = tl.where(ok, s, MASKED)
+        p, alpha, m_i, l_i = online_softmax(s, m_i, l_i, qk_scale, SOFTCAP or ALIBI)
+        p = tl.where(ok, p, 0.0)
+        l_i += tl.sum(p, 1)
+        acc = acc * alpha[:, None]
+        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
+
+    acc = acc * tl.where(l_i > 0, 1.0 / l_i, 0.0)[:, None]
+    if slot < 0:
+        rows_out = (q_start + token).to(tl.int64) * stride_out_token
+        rows_out += head * stride_out_head
+        tl.store(
+            out_ptr + rows_out[:, None] + offs_d[None, :],
+            round_to(acc, out_ptr.dtype.element_ty, EMULATE_BF16),
+            mask=io_mask,
+        )
+    else:
+        part = (slot * NUM_KV_HEADS + kv_head).to(tl.int64) * num_rows + row
+        tl.store(
+            partial_ptr + part[:, None] * HEAD_SIZE_PADDED + offs_d[None, :],
+            acc,
+            mask=row_mask[:, None],
+        )
+        lse = tl.where(l_i > 0, m_i + tl.math.log2(tl.maximum(l_i, 1.0e-38)), MASKED)
+        tl.store(lse_ptr + part, lse, mask=row_mask)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _merge_kernel(
+    # output
+    out_ptr,
+    # inputs: partial results and their log2-sum-exp2
+    partial_ptr, lse_ptr, query_start_loc_ptr,
+    # plan
+    splits_ptr, counts_ptr,
+    # strides, in elements
+    stride_out_token, stride_out_head,
+    # sizes
+    num_rows: tl.int32,
+    NUM_KV_HEADS: tl.constexpr, NUM_QUERIES_PER_KV: tl.constexpr,
+    HEAD_SIZE: tl.constexpr, HEAD_SIZE_PADDED: tl.constexpr,
+    EMULATE_BF16: tl.constexpr,
+    # tile
+    BLOCK_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Grid (num_seqs, query heads times query tokens): one program per output row."""
+    count_launch(counts_ptr, COUNT_MERGE)
+    seq = tl.program_id(0)
+    num_splits = tl.load(splits_ptr + 2 * seq + 1)
+    if num_splits == 0:
+        return
+    NUM_QUERY_HEADS: tl.constexpr = NUM_KV_HEADS * NUM_QUERIES_PER_KV
+    token = tl.program_id(1) // NUM_QUERY_HEADS
+    head = tl.program_id(1) % NUM_QUERY_HEADS
+    q_start = tl.load(query_start_loc_ptr + seq)
+    if token >= tl.load(query_start_loc_ptr + seq + 1) - q_start:
+        return
+    first_slot = tl.load(splits_ptr + 2 * seq)
+    kv_head = head // NUM_QUERIES_PER_KV
+    row = token * NUM_QUERIES_PER_KV + head % NUM_QUERIES_PER_KV
+
+    offs_d = tl.arange(0, HEAD_SIZE_PADDED)
+    offs_s = tl.arange(0, BLOCK_SPLITS)
+    m_i = MASKED
+    l_i = 0.0
+    acc = tl.zeros([HEAD_SIZE_PADDED], tl.float32)
+    for split in range(0, num_splits, BLOCK_SPLITS):
+        ok = split + offs_s < num_splits
+        slot = first_slot + split + offs_s
+        part = (slot * NUM_KV_HEADS + kv_head).to(tl.int64) * num_rows + row
+        lse = tl.load(lse_ptr + part, mask=ok, other=MASKED)
+        values = tl.load(
+            partial_ptr + part[:, None] * HEAD_SIZE_PADDED + offs_d[None, :],
+            mask=ok[:, None],
+            other=0.0,
+        )
+        m_new = tl.maximum(m_i, tl.max(lse, 0))
+        # A split in which the row saw nothing has lse MASKED and weighs nothing.
+        weight = tl.where(lse > MASKED, tl.math.exp2(lse - m_new), 0.0)
+        alpha = tl.math.exp2(m_i - m_new)
+        acc = acc * alpha + tl.sum(values * weight[:, None], 0)
+        l_i = l_i * alpha + tl.sum(weight, 0)
+        m_i = m_new
+    acc = acc * tl.where(l_i > 0, 1.0 / l_i, 0.0)
+    offset = (q_start + token).to(tl.int64) * stride_out_token + head * stride_out_head
+    tl.store(
+        out_ptr + offset + offs_d,
+        round_to(acc, out_ptr.dtype.element_ty, EMULATE_BF16),
+        mask=offs_d < HEAD_SIZE,
+    )

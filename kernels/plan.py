@@ -1,0 +1,419 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which program does what: the work plan of one scheduler step, made on the device.
+
+A small kernel reads query_start_loc and seq_lens and writes
+- work items for the decode kernel: requests with short queries, their keys cut so that
+  all items together fill the device once (one wave) whatever the lengths are;
+- tiles for the prefill kernel: the other requests' queries, longest key range first.
+
+The host never sees a length, so nothing waits, and a captured graph replays with the
+lengths of each step: only buffers at fixed addresses change. Grids are upper bounds;
+programs past the counts in the header return at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from portable_backend.device import DeviceInfo
+from portable_backend.errors import bad_argument
+from portable_backend.kernels import decode, prefill
+from portable_backend.kernels._launch import COUNT_PLAN, count_launch, counters
+from portable_backend.kernels.config import AttentionConfig
+
+if TYPE_CHECKING:
+    from portable_backend.kernels.attention import PagedBatch
+
+# Requests looked at together, and candidate chunk sizes tried together.
+_BLOCK_SEQS = 256
+_RANK_SEQS = 64
+_BLOCK_TILES = 64
+
+
+@triton.jit
+def _request(query_start_loc_ptr, seq_lens_ptr, i, num_seqs):
+    """(query_len, seq_len) of requests i; zeros past num_seqs."""
+    ok = i < num_seqs
+    begin = tl.load(query_start_loc_ptr + i, mask=ok, other=0)
+    query_len = tl.load(query_start_loc_ptr + i + 1, mask=ok, other=0) - begin
+    seq_len = tl.load(seq_lens_ptr + i, mask=ok, other=0)
+    return query_len, seq_len
+
+
+@triton.jit
+def _key_tiles(
+    query_len, seq_len, window, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr
+):
+    """(first, number) of the BLOCK_N-key tiles that a request's queries reach."""
+    first = seq_len * 0
+    if HAS_WINDOW:
+        first = tl.maximum(seq_len - query_len - window + 1, 0) // BLOCK_N
+    return first, tl.cdiv(seq_len, BLOCK_N) - first
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_seqs", "decode_query_len", "window", "target_items", "num_tile_blocks"
+    ]
+)  # fmt: skip
+def _plan_kernel(
+    # outputs
+    header_ptr, items_ptr, splits_ptr, tiles_ptr, counts_ptr,
+    # inputs
+    query_start_loc_ptr, seq_lens_ptr,
+    # sizes; requests with at most decode_query_len query tokens are decodes
+    num_seqs: tl.int32, decode_query_len: tl.int32, window: tl.int32,
+    target_items: tl.int32,
+    HAS_WINDOW: tl.constexpr, SPLIT: tl.constexpr, PREFILL: tl.constexpr,
+    BLOCK_N: tl.constexpr, MIN_CHUNK: tl.constexpr, TILE_TOKENS: tl.constexpr,
+    BLOCK_SEQS: tl.constexpr, RANK_SEQS: tl.constexpr, BLOCK_TILES: tl.constexpr,
+):  # fmt: skip
+    """Grid (num_seqs, blocks of BLOCK_TILES prefill tiles): one request each."""
+    count_launch(counts_ptr, COUNT_PLAN)
+    seq = tl.program_id(0)
+    query_len, seq_len = _request(query_start_loc_ptr, seq_lens_ptr, seq, num_seqs)
+    lanes = tl.arange(0, BLOCK_SEQS)
+
+    if tl.program_id(1) == 0:
+        chunk = tl.full((), 1 << 30, tl.int32)
+        if SPLIT:
+            total = 0
+            for s in range(0, num_seqs, BLOCK_SEQS):
+                q, kv = _request(query_start_loc_ptr, seq_lens_ptr, s + lanes, num_seqs)
+                _, tiles = _key_tiles(q, kv, window, BLOCK_N, HAS_WINDOW)
+                short = (q > 0) & (q <= decode_query_len)
+                total += tl.sum(tl.where(short, tiles, 0), 0)
+            least = tl.maximum(tl.cdiv(total, target_items), MIN_CHUNK)
+            # Rounding up per request overshoots one wave: take the smallest of 16
+            # sizes up to twice as large that does not, else the plain quotient.
+            steps = tl.arange(0, 16)
+            sizes = least + (least * steps + 15) // 16
+            items = tl.zeros([16], tl.int32)
+            for s in range(0, num_seqs, BLOCK_SEQS):
+                q, kv = _request(query_start_loc_ptr, seq_lens_ptr, s + lanes, num_seqs)
+                _, tiles = _key_tiles(q, kv, window, BLOCK_N, HAS_WINDOW)
+                short = (q > 0) & (q <= decode_query_len)
+                parts = tl.maximum(tl.cdiv(tiles[None, :], sizes[:, None]), 1)
+                items += tl.sum(tl.where(short[None, :], parts, 0), 1)
+            fits = tl.min(tl.where(items <= target_items, sizes, 1 << 30), 0)
+            chunk = tl.where(fits < (1 << 30), fits, least)
+
+        # Items and partial-result slots of the requests before this one.
+        items_before = 0
+        slots_before = 0
+        tiles_total = 0
+        for s in range(0, num_seqs, BLOCK_SEQS):
+            q, kv = _request(query_start_loc_ptr, seq_lens_ptr, s + lanes, num_seqs)
+            _, tiles = _key_tiles(q, kv, window, BLOCK_N, HAS_WINDOW)
+            short = (q > 0) & (q <= decode_query_len)
+            parts = tl.where(short, tl.maximum(tl.cdiv(tiles, chunk), 1), 0)
+            before = s + lanes < seq
+            items_before += tl.sum(tl.where(before, parts, 0), 0)
+            slots_before += tl.sum(tl.where(before & (parts > 1), parts, 0), 0)
+            long_tiles = tl.cdiv(q, TILE_TOKENS)
+            tiles_total += tl.sum(tl.where(q > decode_query_len, long_tiles, 0), 0)
+
+        first, num_tiles = _key_tiles(query_len, seq_len, window, BLOCK_N, HAS_WINDOW)
+        short = (query_len > 0) & (query_len <= decode_query_len)
+        num_parts = tl.where(short, tl.maximum(tl.cdiv(num_tiles, chunk), 1), 0)
+        for p in range(0, num_parts, 32):
+            part = p + tl.arange(0, 32)
+            ok = part < num_parts
+            lo = (first + part * chunk) * BLOCK_N
+            hi = tl.minimum(lo + chunk.to(tl.int64) * BLOCK_N, seq_len).to(tl.int32)
+            slot = tl.where(num_parts > 1, slots_before + part, -1)
+            item = items_ptr + 4 * (items_before + part)
+            tl.store(item, seq, mask=ok)
+            tl.store(item + 1, lo, mask=ok)
+            tl.store(item + 2, hi, mask=ok)
+            tl.store(item + 3, slot, mask=ok)
+        tl.store(splits_ptr + 2 * seq, slots_before)
+        tl.store(splits_ptr + 2 * seq + 1, tl.where(num_parts > 1, num_parts, 0))
+        if seq == num_seqs - 1:
+            tl.store(header_ptr, items_before + num_parts)
+            tl.store(header_ptr + 1, tiles_total)
+
+    if PREFILL:
+        num_tiles = tl.cdiv(query_len, TILE_TOKENS)
+        tile = tl.program_id(1) * BLOCK_TILES + tl.arange(0, BLOCK_TILES)
+        if (query_len > decode_query_len) & (
+            tl.program_id(1) * BLOCK_TILES < num_tiles
+        ):
+            # Place of a tile = number of tiles whose last key comes later, ties in
+            # order of requests: a sort without sorting.
+            end = tl.minimum(seq_len - query_len + (tile + 1) * TILE_TOKENS, seq_len)
+            place = tl.zeros([BLOCK_TILES], tl.int32)
+            rank_lanes = tl.arange(0, RANK_SEQS)
+            for s in range(0, num_seqs, RANK_SEQS):
+                i = s + rank_lanes
+                q, kv = _request(query_start_loc_ptr, seq_lens_ptr, i, num_seqs)
+                other_tiles = tl.where(q > decode_query_len, tl.cdiv(q, TILE_TOKENS), 0)
+                threshold = end[:, None] - tl.where(i < seq, 1, 0)[None, :]
+                beyond = tl.maximum(threshold - (kv - q)[None, :], 0) // TILE_TOKENS
+                later = tl.maximum(other_tiles[None, :] - beyond, 0)
+                later = tl.where(threshold < kv[None, :], later, 0)
+                place += tl.sum(later, 1)
+            ok = tile < num_tiles
+            out = tiles_ptr + 4 * place
+            tl.store(out, seq, mask=ok)
+            tl.store(out + 1, tile * TILE_TOKENS, mask=ok)
+            tl.store(out + 2, tile * TILE_TOKENS, mask=ok)
+
+
+@dataclass
+class AttentionPlan:
+    """The plan of one step: buffers the kernels read, and the grids they run with."""
+
+    planner: AttentionPlanner
+    num_seqs: int
+    decode_query_len: int
+    num_items: int  # upper bounds
+    num_tiles: int
+    may_split: bool
+    row_blocks: int
+    block_m: int
+
+
+class AttentionPlanner:
+    """Persistent device buffers for one head geometry and window, and their filler.
+
+    All layers that share heads, head size, window and requests share a planner. What
+    a plan points to is overwritten by the next one, in stream order.
+
+    Args:
+        num_query_heads, num_kv_heads: of this rank.
+        head_size: elements per head.
+        dtype: of query and cache.
+        block_size: tokens per KV block.
+        max_num_seqs, max_num_tokens: the largest step.
+        max_decode_query_len: requests with at most this many query tokens take the
+            decode kernel.
+        sliding_window: total window or None.
+        causal: as in AttentionOptions.
+        device: torch device of the buffers.
+        config: None means default_config(); the back end passes the warmed-up one.
+
+    Raises:
+        ValueError: a number is out of range, or the config does not fit the heads.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_query_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        dtype: torch.dtype,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_tokens: int,
+        max_decode_query_len: int = 8,
+        sliding_window: int | None = None,
+        causal: bool = True,
+        device: torch.device | str,
+        config: AttentionConfig | None = None,
+    ) -> None:
+        if num_query_heads % num_kv_heads:
+            raise bad_argument(
+                "num_query_heads",
+                "a multiple of num_kv_heads",
+                f"{num_query_heads} and {num_kv_heads}",
+                "check the tensor-parallel split",
+            )
+        self.device = torch.device(device)
+        info = DeviceInfo.detect(self.device)
+        self.info = info
+        self.num_query_heads = num_query_heads
+        self.num_kv_heads = num_kv_heads
+        self.queries_per_kv = num_query_heads // num_kv_heads
+        self.head_size = head_size
+        self.head_size_padded = max(16, triton.next_power_of_2(head_size))
+        self.dtype = dtype
+        self.block_size = block_size
+        self.sliding_window = sliding_window
+        self.causal = causal
+        self.max_num_seqs = max_num_seqs
+        self.max_num_tokens = max_num_tokens
+        self.max_decode_query_len = max_decode_query_len
+        if config is None:
+            config = default_config(
+                num_queries_per_kv=self.queries_per_kv,
+                head_size=head_size,
+                dtype=dtype,
+                block_size=block_size,
+                device=info,
+            )
+        self.config = config
+        pack = config.prefill["PACK"]
+        if self.queries_per_kv % pack or pack > config.prefill["BLOCK_M"]:
+            raise bad_argument(
+                "config.prefill PACK",
+                f"a divisor of {self.queries_per_kv} query heads per KV head, "
+                f"at most BLOCK_M",
+                pack,
+                "choose another config",
+            )
+        self.tile_tokens: int = config.prefill["BLOCK_M"] // pack
+        self.can_split: bool = config.decode["CTAS_PER_UNIT"] > 0
+        # The interpreter computes with bf16 as if it were an integer.
+        self.emulate_bf16 = info.platform == "interpreter" and dtype == torch.bfloat16
+        self.counts = counters(self.device)
+        self.checked: set[tuple[object, ...]] = set()
+        self._allocate()
+
+    def _target_items(self, row_blocks: int) -> int:
+        """Items per KV head that fill the device once."""
+        programs = self.info.num_units * self.config.decode["CTAS_PER_UNIT"]
+        return max(1, programs // (self.num_kv_heads * row_blocks))
+
+    def _row_blocks(self, query_len: int) -> tuple[int, int]:
+        """(programs, rows of each) for the query rows of one item."""
+        num_rows = query_len * self.queries_per_kv
+        block_m = decode.block_m_for(num_rows)
+        return triton.cdiv(num_rows, block_m), block_m
+
+    def _allocate(self) -> None:
+        def ints(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=self.device)
+
+        lengths = range(1, self.max_decode_query_len + 1)
+        grids = [self._row_blocks(n) for n in lengths]
+        targets = [self._target_items(blocks) for blocks, _ in grids]
+        max_items = max(targets) + self.max_num_seqs
+        self.header = ints(2)
+        self.items = ints(max_items, 4)
+        self.splits = ints(self.max_num_seqs, 2)
+        max_tiles = self.max_num_tokens // self.tile_tokens + self.max_num_seqs
+        self.tiles = ints(max_tiles, 4)
+        # A request that is cut has at least two items, and whole chunks in all but
+        # one of them: never more than 2 * target slots.
+        rows = 0
+        if self.can_split:
+            rows = max(
+                2 * target * self.num_kv_heads * blocks * block_m
+                for target, (blocks, block_m) in zip(targets, grids, strict=True)
+            )
+        self.partial = torch.empty(
+            rows * self.head_size_padded, dtype=torch.float32, device=self.device
+        )
+        self.lse = torch.empty(rows, dtype=torch.float32, device=self.device)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Device memory that this planner holds."""
+        buffers = (self.header, self.items, self.splits, self.tiles)
+        buffers += (self.partial, self.lse)
+        return sum(t.numel() * t.element_size() for t in buffers)
+
+    def plan(self, batch: PagedBatch, num_tokens: int) -> PagedBatch:
+        """Plan one step: one kernel launch, no wait for the device.
+
+        Args:
+            batch: the step; query_start_loc_cpu, if given, makes the grids exact.
+            num_tokens: query tokens, or an upper bound.
+
+        Returns:
+            batch with .plan set.
+
+        Raises:
+            ValueError: the step is larger than the planner was made for.
+        """
+        num_seqs = batch.seq_lens.shape[0]
+        if num_seqs > self.max_num_seqs or num_tokens > self.max_num_tokens:
+            raise bad_argument(
+                "batch",
+                f"at most {self.max_num_seqs} requests, {self.max_num_tokens} tokens",
+                f"{num_seqs} requests, {num_tokens} tokens",
+                "make the AttentionPlanner with larger limits",
+            )
+        decode_query_len = min(max(batch.max_query_len, 1), self.max_decode_query_len)
+        has_prefill = batch.max_query_len > self.max_decode_query_len
+        num_tiles = num_tokens // self.tile_tokens + num_seqs if has_prefill else 0
+        num_decodes = num_seqs
+        if batch.query_start_loc_cpu is not None:
+            lens = torch.diff(batch.query_start_loc_cpu)
+            short = (lens > 0) & (lens <= self.max_decode_query_len)
+            decode_query_len = max(1, int((lens * short).max())) if num_seqs else 1
+            num_decodes = int(short.sum())
+            long_lens = lens[lens > self.max_decode_query_len]
+            num_tiles = int(
+                torch.div(
+                    long_lens + self.tile_tokens - 1,
+                    self.tile_tokens,
+                    rounding_mode="floor",
+                ).sum()
+            )
+            has_prefill = num_tiles > 0
+        row_blocks, block_m = self._row_blocks(decode_query_len)
+        target = self._target_items(row_blocks)
+        plan = AttentionPlan(
+            planner=self,
+            num_seqs=num_seqs,
+            decode_query_len=decode_query_len,
+            num_items=num_decodes + target if self.can_split else num_decodes,
+            num_tiles=num_tiles,
+            may_split=self.can_split,
+            row_blocks=row_blocks,
+            block_m=block_m,
+        )
+        if num_decodes == 0:
+            plan.num_items, plan.may_split = 0, False
+        if num_seqs:
+            tile_blocks = 1
+            if has_prefill:
+                most = triton.cdiv(batch.max_query_len, self.tile_tokens)
+                tile_blocks = triton.cdiv(most, _BLOCK_TILES)
+            self._launch(batch, plan, target, has_prefill, tile_blocks)
+        return batch.with_plan(plan)
+
+    def _launch(
+        self,
+        batch: PagedBatch,
+        plan: AttentionPlan,
+        target: int,
+        has_prefill: bool,
+        tile_blocks: int,
+    ) -> None:
+        # What separates decodes from prefills is the fixed limit, not the longest
+        # decode of this step: a request may only ever land on one side.
+        config = self.config.decode
+        _plan_kernel[(plan.num_seqs, tile_blocks)](
+            self.header, self.items, self.splits, self.tiles, self.counts,
+            batch.query_start_loc, batch.seq_lens,
+            plan.num_seqs, self.max_decode_query_len, self.sliding_window or 0, target,
+            HAS_WINDOW=self.sliding_window is not None, SPLIT=self.can_split,
+            PREFILL=has_prefill,
+            BLOCK_N=config["BLOCK_N"], MIN_CHUNK=config["MIN_CHUNK"],
+            TILE_TOKENS=self.tile_tokens,
+            BLOCK_SEQS=_BLOCK_SEQS, RANK_SEQS=_RANK_SEQS, BLOCK_TILES=_BLOCK_TILES,
+        )  # fmt: skip
+
+
+def default_config(
+    *,
+    num_queries_per_kv: int,
+    head_size: int,
+    dtype: torch.dtype,
+    block_size: int,
+    device: DeviceInfo,
+) -> AttentionConfig:
+    """The safe default of every kernel that `paged_attention` launches."""
+    element_size = torch.empty((), dtype=dtype).element_size()
+    return AttentionConfig(
+        prefill=prefill.default_config(
+            num_queries_per_kv=num_queries_per_kv,
+            head_size=head_size,
+            element_size=element_size,
+            block_size=block_size,
+            device=device,
+        ),
+        decode=decode.default_config(
+            head_size=head_size, element_size=element_size, device=device
+        ),
+        merge=decode.default_merge_config(device=device),
+    )

@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention for long queries: prefill and chunked prefill over a paged KV cache.
+
+out[t, h] = softmax(scale * q[t, h] . K^T + mask) V, keys read through the block table.
+
+A program takes one tile of the plan: BLOCK_M rows, which are BLOCK_M // PACK tokens
+times PACK query heads of one KV head, so that one K/V tile serves several heads. Tiles
+that every row sees in full run in a loop without masks; the edges run masked. The block
+ids of the next tile travel in a loop variable, since a table load inside the iteration
+would eat pipeline stages.
+
+Source: FlashAttention-2 (Dao, 2023), algorithm 1; paging after Kwon et al. (2023).
+"""
+
+import triton
+import triton.language as tl
+
+from portable_backend.device import DeviceInfo
+from portable_backend.kernels._launch import COUNT_PREFILL, count_launch
+from portable_backend.kernels._numerics import round_to
+from portable_backend.kernels._softmax import (
+    MASKED,
+    initial_state,
+    keys_in_range,
+    load_tile,
+    online_softmax,
+    page_ids,
+    shape_scores,
+    tile_offsets,
+    visible_keys,
+)
+from portable_backend.kernels.config import KernelConfig
+
+# Rows per tile, keys per tile, warps: sizes that fit each architecture at head size
+# 128. Chosen from compile-time read-outs (registers, spills, shared memory); on sm90
+# from timings (docs/measurements).
+_TILES: dict[str, tuple[int, int, int]] = {
+    "sm80": (128, 64, 8),
+    "sm90": (128, 64, 8),
+    "sm100": (128, 64, 8),
+    "gfx90a": (128, 64, 8),
+    "gfx942": (128, 64, 8),
+    "gfx950": (128, 64, 8),
+    "gfx1100": (64, 16, 4),
+    "gfx1201": (128, 32, 8),
+    "interpreter": (256, 256, 1),
+}
+_SMALL_TILE = (64, 32, 4)
+
+
+def default_config(
+    *,
+    num_queries_per_kv: int,
+    head_size: int,
+    element_size: int,
+    block_size: int,
+    device: DeviceInfo,
+) -> KernelConfig:
+    """A config that is right everywhere and sensible on the architectures we know.
+
+    Args:
+        num_queries_per_kv: query heads that share a KV head.
+        head_size: elements per head.
+        element_size: bytes per element of query and cache.
+        block_size: tokens per KV block.
+        device: what the kernel will run on.
+    """
+    padded = triton.next_power_of_2(head_size)
+    block_m, block_n, num_warps = _TILES.get(device.arch, _SMALL_TILE)
+    num_stages = 2 if device.platform == "cuda" else 1
+    pack = max(p for p in (1, 2, 4) if num_queries_per_kv % p == 0)
+    load, maxnreg = "pointer", None
+    if device.platform == "interpreter":
+        pack = num_queries_per_kv if num_queries_per_kv <= block_m else 1
+    elif element_size == 4:
+        # fp32 dots run on the plain ALUs, fully unrolled: small tiles compile.
+        block_m, block_n, num_warps, num_stages = 32, 32, 4, 1
+    elif device.limits.has_tensor_descriptors and device.arch == "sm90":
+        if block_size % block_n == 0 and padded <= 128:
+            # Two blocks of 4 warps per SM: one computes while the other waits.
+            load, num_warps, pack = "descriptor", 4, min(pack, 2)
+        elif block_size % block_n == 0:
+            load, pack = "descriptor", min(pack, 2)
+        elif padded <= 128:
+            maxnreg = 128
+    limit = device.limits.shared_bytes_per_block
+    while _shared_bytes(block_m, block_n, padded, num_stages, element_size) > limit:
+        if num_stages > 1:
+            num_stages -= 1
+        elif block_n > 16:
+            block_n //= 2
+        elif block_m > 16:
+            block_m //= 2
+        else:
+            break
+    if pack > block_m:
+        pack = 1
+    return KernelConfig.of(
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        PACK=pack,
+        LOAD=load,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        maxnreg=maxnreg,
+        matrix_instr_nonkdim=16,
+        waves_per_eu=2 if device.arch == "gfx1100" else 0,
+    )
+
+
+def _shared_bytes(
+    block_m: int, block_n: int, padded: int, num_stages: int, element_size: int
+) -> int:
+    """Upper estimate: the query tile, and every stage's K and V tile."""
+    return element_size * padded * (block_m + 2 * num_stages * block_n) + 1024
+
+
+@triton.jit
+def _attend_tiles(
+    acc, m_i, l_i, q, key_cache, value_cache, block_table,
+    lo, hi, start, end, last, query_pos, slopes, kv_head, window,
+    stride_k_block, stride_k_slot, stride_k_head,
+    stride_v_block, stride_v_slot, stride_v_head,
+    qk_scale, cap_scale, cap_log2,
+    MASK: tl.constexpr, DESCRIPTOR: tl.constexpr, CAUSAL: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_SIZE: tl.constexpr,
+    HEAD_SIZE_PADDED: tl.constexpr, NUM_STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Fold keys lo..hi (lo a multiple of BLOCK_N) into the running softmax."""
+    ids = page_ids(block_table, lo, start, last, BLOCK_N, BLOCK_SIZE)
+    for pos in tl.range(lo, hi, BLOCK_N, num_stages=NUM_STAGES):
+        key_pos = pos + tl.arange(0, BLOCK_N)
+        in_range = keys_in_range(key_pos, start, end, HAS_WINDOW)
+        if DESCRIPTOR:
+            at = [ids, kv_head, pos % BLOCK_SIZE, 0]
+            k = key_cache.load(at).reshape(BLOCK_N, HEAD_SIZE_PADDED)
+        else:
+            offsets = tile_offsets(
+                ids, pos, kv_head, stride_k_block, stride_k_slot, stride_k_head,
+                BLOCK_N, BLOCK_SIZE, HEAD_SIZE_PADDED,
+            )  # fmt: skip
+            k = load_tile(
+                key_cache, offsets, in_range, MASK, HEAD_SIZE, HEAD_SIZE_PADDED
+            )
+        s = tl.dot(q, k.to(q.dtype).T, input_precision=PRECISION)
+        s = shape_scores(
+            s, key_pos, query_pos, slopes, qk_scale, cap_scale, cap_log2, SOFTCAP, ALIBI
+        )
+        if MASK:
+            ok = visible_keys(key_pos, query_pos, end, window, CAUSAL, HAS_WINDOW)
+            s = tl.where(ok, s, MASKED)
+        p, alpha, m_i, l_i = online_softmax(s, m_i, l_i, qk_scale, SOFTCAP or ALIBI)
+        if MASK and (HAS_WINDOW or not CAUSAL):
+            # Only there may a row have seen no key yet, so that exp2 gave 1.
+            p = tl.where(ok, p, 0.0)
+        l_i += tl.sum(p, 1)
+        acc = acc * alpha[:, None]
+        if DESCRIPTOR:
+            v = value_cache.load(at).reshape(BLOCK_N, HEAD_SIZE_PADDED)
+            if MASK:
+                v = tl.where(in_range[:, None], v, 0.0)
+        else:
+            offsets = tile_offsets(
+                ids, pos, kv_head, stride_v_block, stride_v_slot, stride_v_head,
+                BLOCK_N, BLOCK_SIZE, HEAD_SIZE_PADDED,
+            )  # fmt: skip
+            v = load_tile(
+                value_cache, offsets, in_range, MASK, HEAD_SIZE, HEAD_SIZE_PADDED
+            )
+        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
+        ids = page_ids(block_table, pos + BLOCK_N, start, last, BLOCK_N, BLOCK_SIZE)
+    return acc, m_i, l_i
+
+
+@triton.jit(do_not_specialize=["stride_table", "window"])
+def _prefill_kernel(
+    # output and inputs; the caches are pointers, or descriptors of
+    # [num_blocks, num_kv_heads, block_size, head_size]
+    out_ptr, query_ptr, key_cache, value_cache,
+    block_table_ptr, query_start_loc_ptr, seq_lens_ptr, sinks_ptr, slopes_ptr,
+    # plan
+    header_ptr, tiles_ptr, counts_ptr,
+    # strides, in elements
+    stride_out_token, stride_out_head, stride_q_token, stride_q_head,
+    stride_k_block, stride_k_slot, stride_k_head,
+    stride_v_block, stride_v_slot, stride_v_head,
+    stride_table: tl.int64,
+    # options
+    window: tl.int32, qk_scale, cap_scale, cap_log2,
+    CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr, SINKS: tl.constexpr,
+    # sizes
+    NUM_QUERIES_PER_KV: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr, HEAD_SIZE_PADDED: tl.constexpr,
+    # arithmetic
+    PRECISION: tl.constexpr, EMULATE_BF16: tl.constexpr,
+    # tile
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PACK: tl.constexpr,
+    LOAD: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    count_launch(counts_ptr, COUNT_PREFILL)
+    tile = tl.program_id(0)
+    if tile >= tl.load(header_ptr + 1):
+        return
+    DESCRIPTOR: tl.constexpr = LOAD == "descriptor"
+    TOKENS: tl.constexpr = BLOCK_M // PACK
+
+    seq = tl.load(tiles_ptr + 4 * tile)
+    first_token = tl.load(tiles_ptr + 4 * tile + 1)
+    q_start = tl.load(query_start_loc_ptr + seq)
+    query_len = tl.load(query_start_loc_ptr + seq + 1) - q_start
+    seq_len = tl.load(seq_lens_ptr + seq)
+    context_len = seq_len - query_len
+    first_head = tl.program_id(1) * PACK
+    kv_head = first_head // NUM_QUERIES_PER_KV
+
+    rows = tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, HEAD_SIZE_PADDED)
+    token = first_token + rows // PACK
+    head = first_head + rows % PACK
+    row_mask = (token < query_len) & (rows < TOKENS * PACK)
+    io_mask = row_mask[:, None] & (offs_d < HEAD_SIZE)[None, :]
+    q_rows = (q_start + token).to(tl.int64) * stride_q_token + head * stride_q_head
+    q = tl.load(query_ptr + q_rows[:, None] + offs_d[None, :], mask=io_mask, other=0.0)
+    if EMULATE_BF16:
+        q = q.to(tl.float32)
+    query_pos = context_len + token
+    slopes = tl.zeros([BLOCK_M], tl.float32)
+    if ALIBI:
+        slopes = tl.load(slopes_ptr + head, mask=row_mask, other=0.0)
+        slopes = slopes.to(tl.float32) * 1.4426950408889634
+    m_i, l_i = initial_state(sinks_ptr, head, row_mask, True, SINKS, BLOCK_M)
+    acc = tl.zeros([BLOCK_M, HEAD_SIZE_PADDED], tl.float32)
+
+    # Key ranges: [lo, lo_full) and [full, end) need masks, what lies between does not.
+    first_pos = context_len + first_token
+    last_pos = tl.minimum(first_pos + TOKENS, seq_len) - 1
+    end = seq_len
+    full = seq_len // BLOCK_N * BLOCK_N
+    if CAUSAL:
+        end = last_pos + 1
+        full = tl.minimum(tl.maximum(first_pos + 1, 0) // BLOCK_N * BLOCK_N, full)
+    start = 0
+    lo = 0
+    lo_full = 0
+    if HAS_WINDOW:
+        start = tl.maximum(first_pos - window + 1, 0)
+        lo = start // BLOCK_N * BLOCK_N
+        lo_full = tl.cdiv(tl.maximum(last_pos - window + 1, 0), BLOCK_N) * BLOCK_N
+        if not CAUSAL:
+            end = tl.minimum(end, last_pos + window)
+            full = tl.minimum(full, (first_pos + window) // BLOCK_N * BLOCK_N)
+    lo_full = tl.minimum(tl.maximum(lo_full, lo), tl.cdiv(end, BLOCK_N) * BLOCK_N)
+    full = tl.maximum(full, lo_full)
+    last = tl.maximum(end - 1, 0)
+    block_table = block_table_ptr + seq.to(tl.int64) * stride_table
+
+    if HAS_WINDOW:
+        acc, m_i, l_i = _attend_tiles(
+            acc, m_i, l_i, q, key_cache, value_cache, block_table,
+            lo, lo_full, start, end, last, query_pos, slopes, kv_head, window,
+            stride_k_block, stride_k_slot, stride_k_head,
+            stride_v_block, stride_v_slot, stride_v_head,
+            qk_scale, cap_scale, cap_log2,
+            True, DESCRIPTOR, CAUSAL, HAS_WINDOW, SOFTCAP, ALIBI, BLOCK_SIZE, BLOCK_N,
+            HEAD_SIZE, HEAD_SIZE_PADDED, NUM_STAGES, PRECISION,
+        )  # fmt: skip
+    acc, m_i, l_i = _attend_tiles(
+        acc, m_i, l_i, q, key_cache, value_cache, block_table,
+        lo_full, full, start, end, last, query_pos, slopes, kv_head, window,
+        stride_k_block, stride_k_slot, stride_k_head,
+        stride_v_block, stride_v_slot, stride_v_head,
+        qk_scale, cap_scale, cap_log2,
+        False, DESCRIPTOR, CAUSAL, HAS_WINDOW, SOFTCAP, ALIBI, BLOCK_SIZE, BLOCK_N,
+        HEAD_SIZE, HEAD_SIZE_PADDED, NUM_STAGES, PRECISION,
+    )  # fmt: skip
+    # Row numbers from a second copy in memory: keeping the first ones alive across the
+    # main loop costs registers that its accumulator needs.
+    token = tl.load(tiles_ptr + 4 * tile + 2) + tl.arange(0, BLOCK_M) // PACK
+    query_pos = context_len + token
+    acc, m_i, l_i = _attend_tiles(
+        acc, m_i, l_i, q, key_cache, value_cache, block_table,
+        full, end, start, end, last, query_pos, slopes, kv_head, window,
+        stride_k_block, stride_k_slot, stride_k_head,
+        stride_v_block, stride_v_slot, stride_v_head,
+        qk_scale, cap_scale, cap_log2,
+        True, DESCRIPTOR, CAUSAL, HAS_WINDOW, SOFTCAP, ALIBI, BLOCK_SIZE, BLOCK_N,
+        HEAD_SIZE, HEAD_SIZE_PADDED, NUM_STAGES, PRECISION,
+    )  # fmt: skip
+
+    acc = acc * tl.where(l_i > 0, 1.0 / l_i, 0.0)[:, None]
+    rows = tl.arange(0, BLOCK_M)
+    head = first_head + rows % PACK
+    row_mask = (token < query_len) & (rows < TOKENS * PACK)
+    io_mask = row_mask[:, None] & (offs_d < HEAD_SIZE)[None, :]
+    rows_out = (q_start + token).to(
+        tl.int64
+    ) * stride_out_token + head * stride_out_head
+    tl.store(
+        out_ptr + rows_out[:, None] + offs_d[None, :],
+        round_to(acc, out_ptr.dtype.element_ty, EMULATE_BF16),
+        mask=io_mask,
+    )
