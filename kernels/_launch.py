@@ -4,8 +4,9 @@
 import functools
 
 import torch
-import triton
 import triton.language as tl
+
+from portable_backend.kernels._jit import device_function
 
 COUNTED = (
     "plan",
@@ -25,7 +26,7 @@ COUNT_RMS_NORM = tl.constexpr(5)
 COUNT_FUSED_ADD_RMS_NORM = tl.constexpr(6)
 
 
-@triton.jit
+@device_function
 def count_launch(counts_ptr, KERNEL: tl.constexpr):
     """The first program of a launch adds one; every kernel calls this once."""
     first = tl.program_id(0) + tl.program_id(1) + tl.program_id(2) == 0

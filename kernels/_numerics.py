@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rounding that is the same on every target, Triton's CPU interpreter included."""
 
-import triton
 import triton.language as tl
 
+from portable_backend.kernels._jit import device_function
 
-@triton.jit
+
+@device_function
 def round_to(x, dtype: tl.constexpr, EMULATE_BF16: tl.constexpr):
     """fp32 x rounded to the nearest value of `dtype`, ties to even.
 

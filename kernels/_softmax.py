@@ -5,15 +5,16 @@ All state is in the log2 domain, so that exp2 serves: m_i is a running maximum o
 score * log2(e), l_i the sum of exp2(score * log2(e) - m_i).
 """
 
-import triton
 import triton.language as tl
+
+from portable_backend.kernels._jit import device_function
 
 LOG2E = 1.4426950408889634
 # Finite stand-in for -inf: differences of two of them are 0, not NaN.
 MASKED = tl.constexpr(-1.0e30)
 
 
-@triton.jit
+@device_function
 def page_ids(
     block_table, pos, start, last, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr
 ):
@@ -28,7 +29,7 @@ def page_ids(
     return tl.load(block_table + idx // BLOCK_SIZE)
 
 
-@triton.jit
+@device_function
 def tile_offsets(
     ids,
     pos,
@@ -51,7 +52,7 @@ def tile_offsets(
     return rows[:, None] + head * stride_head + offs_d[None, :]
 
 
-@triton.jit
+@device_function
 def load_tile(
     base,
     offsets,
@@ -72,7 +73,7 @@ def load_tile(
     return tl.load(base + offsets)
 
 
-@triton.jit
+@device_function
 def shape_scores(
     scores,
     key_pos,
@@ -102,7 +103,7 @@ def shape_scores(
     return scores
 
 
-@triton.jit
+@device_function
 def keys_in_range(key_pos, start, end, HAS_WINDOW: tl.constexpr):
     """[keys] bool: may any row of this program see the key?
 
@@ -114,7 +115,7 @@ def keys_in_range(key_pos, start, end, HAS_WINDOW: tl.constexpr):
     return ok
 
 
-@triton.jit
+@device_function
 def visible_keys(
     key_pos, query_pos, end, window, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr
 ):
@@ -129,7 +130,7 @@ def visible_keys(
     return ok
 
 
-@triton.jit
+@device_function
 def online_softmax(scores, m_i, l_i, qk_scale, SCALED: tl.constexpr):
     """One step: returns (probabilities, rescale factor, m_i, l_i without this tile)."""
     if SCALED:
@@ -142,7 +143,7 @@ def online_softmax(scores, m_i, l_i, qk_scale, SCALED: tl.constexpr):
     return probs, alpha, m_new, l_i * alpha
 
 
-@triton.jit
+@device_function
 def initial_state(
     sinks_ptr, heads, rows_mask, use_sink, SINKS: tl.constexpr, BLOCK_M: tl.constexpr
 ):

@@ -23,6 +23,7 @@ import triton.language as tl
 from portable_backend.device import DeviceInfo
 from portable_backend.errors import bad_argument
 from portable_backend.kernels import decode, prefill
+from portable_backend.kernels._jit import device_function
 from portable_backend.kernels._launch import COUNT_PLAN, count_launch, counters
 from portable_backend.kernels.config import AttentionConfig
 
@@ -35,7 +36,7 @@ _RANK_SEQS = 64
 _BLOCK_TILES = 64
 
 
-@triton.jit
+@device_function
 def _request(query_start_loc_ptr, seq_lens_ptr, i, num_seqs):
     """(query_len, seq_len) of requests i; zeros past num_seqs."""
     ok = i < num_seqs
@@ -45,7 +46,7 @@ def _request(query_start_loc_ptr, seq_lens_ptr, i, num_seqs):
     return query_len, seq_len
 
 
-@triton.jit
+@device_function
 def _key_tiles(
     query_len, seq_len, window, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr
 ):

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from portable_backend.device import DeviceInfo
+from portable_backend.kernels._jit import device_function
 from portable_backend.kernels._launch import COUNT_PREFILL, count_launch
 from portable_backend.kernels._numerics import round_to
 from portable_backend.kernels._softmax import (
@@ -115,7 +116,7 @@ def _shared_bytes(
     return element_size * padded * (block_m + 2 * num_stages * block_n) + 1024
 
 
-@triton.jit
+@device_function
 def _attend_tiles(
     acc, m_i, l_i, q, key_cache, value_cache, block_table,
     lo, hi, start, end, last, query_pos, slopes, kv_head, window,
