@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From vLLM's batch to ours: one planned `PagedBatch` per step and kind of layer."""
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from vllm.v1.attention.backend import (
+    AttentionCGSupport,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+)
+
+from portable_backend.errors import UnsupportedError
+from portable_backend.kernels import AttentionPlanner, PagedBatch
+
+# Requests with up to this many new tokens take the decode kernel.
+MIN_DECODE_QUERY_LEN = 8
+
+
+@dataclass(frozen=True)
+class PlanKey:
+    """What layers must share to use one plan."""
+
+    num_query_heads: int
+    num_kv_heads: int
+    head_size: int
+    sliding_window: int | None
+
+
+@dataclass
+class PortableMetadata:
+    """One step for one group of layers.
+
+    Mutable and without slots: vLLM's wrappers subclass it, copy its fields, and set
+    attributes on it. Shapes as in vLLM's CommonAttentionMetadata.
+    """
+
+    num_actual_tokens: int
+    max_query_len: int
+    query_start_loc: torch.Tensor
+    max_seq_len: int
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+    causal: bool = True
+    # One planned batch per kind of layer in the group.
+    batches: dict[PlanKey, PagedBatch] = field(default_factory=dict)
+
+    def unplanned(self) -> PagedBatch:
+        """The step without a plan; its lengths are read where they are."""
+        on_host = self.query_start_loc.device.type == "cpu"
+        return PagedBatch(
+            query_start_loc=self.query_start_loc,
+            seq_lens=self.seq_lens,
+            block_table=self.block_table,
+            max_query_len=self.max_query_len,
+            max_seq_len=self.max_seq_len,
+            # vLLM's own host copy may differ from the device's under speculation, and
+            # exact grids do not fit a captured graph. On the CPU there is neither.
+            query_start_loc_cpu=self.query_start_loc if on_host else None,
+        )
+
+
+class PortableMetadataBuilder(
+    AttentionMetadataBuilder[PortableMetadata]  # type: ignore[misc]
+):
+    """Plans each step once per kind of layer, in buffers at fixed addresses."""
+
+    # Mixed batches would need max_query_len at capture, which 0.25 understates.
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+    supports_update_block_table: bool = True
+    supports_draft_decode_metadata_update: bool = True
+
+    def __init__(
+        self,
+        kv_cache_spec: Any,
+        layer_names: list[str],
+        vllm_config: Any,
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        head_size_v = getattr(kv_cache_spec, "head_size_v", None)
+        if head_size_v not in (None, kv_cache_spec.head_size):
+            raise UnsupportedError(
+                f"value heads of size {head_size_v} beside key heads of size "
+                f"{kv_cache_spec.head_size} are not supported; choose another "
+                "attention back end"
+            )
+        impls = _impls(vllm_config, layer_names)
+        for impl in impls:
+            impl.forget_cache()
+        keys = {impl.plan_key for impl in impls}
+        if not keys:
+            keys = {_key_from_spec(vllm_config, kv_cache_spec)}
+        limits = _limits(vllm_config, kv_cache_spec)
+        self.planners = {
+            key: AttentionPlanner(
+                num_query_heads=key.num_query_heads,
+                num_kv_heads=key.num_kv_heads,
+                head_size=key.head_size,
+                dtype=vllm_config.model_config.dtype,
+                block_size=kv_cache_spec.block_size,
+                sliding_window=key.sliding_window,
+                device=device,
+                **limits,
+            )
+            for key in sorted(keys, key=repr)
+        }
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> PortableMetadata:
+        common = common_attn_metadata
+        if common.causal is not True:
+            raise UnsupportedError(
+                "attention that is not causal is not supported; choose another "
+                "attention back end for this model"
+            )
+        num_reqs = common.num_reqs
+        metadata = PortableMetadata(
+            num_actual_tokens=common.num_actual_tokens,
+            max_query_len=int(common.max_query_len),
+            query_start_loc=common.query_start_loc[: num_reqs + 1],
+            max_seq_len=common.max_seq_len,
+            seq_lens=common.seq_lens[:num_reqs],
+            block_table=common.block_table_tensor[:num_reqs],
+            slot_mapping=common.slot_mapping,
+        )
+        self._plan(metadata)
+        return metadata
+
+    def _plan(self, metadata: PortableMetadata) -> None:
+        batch = metadata.unplanned()
+        metadata.batches = {
+            key: planner.plan(batch, metadata.num_actual_tokens)
+            for key, planner in self.planners.items()
+        }
+
+    def update_block_table(
+        self,
+        metadata: PortableMetadata,
+        blk_table: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> PortableMetadata:
+        """Reuse another group's metadata, of the same step and KV spec.
+
+        Planned again all the same: a graph captured for this group reads the buffers
+        of this builder, not those of the one that made `metadata`.
+        """
+        updated = copy.copy(metadata)
+        updated.block_table = blk_table
+        updated.slot_mapping = slot_mapping
+        self._plan(updated)
+        return updated
+
+    def update_draft_decode_metadata(self, metadata: PortableMetadata) -> None:
+        """Follow seq_lens, which a drafter has advanced in place; can be captured."""
+        for key, batch in metadata.batches.items():
+            self.planners[key].plan(batch, metadata.num_actual_tokens)
+
+
+def _impls(vllm_config: Any, layer_names: list[str]) -> list[Any]:
+    """The PortableImpls of these layers, told by what only they have."""
+    layers = vllm_config.compilation_config.static_forward_context
+    impls = (getattr(layers.get(name), "impl", None) for name in layer_names)
+    return [impl for impl in impls if hasattr(impl, "plan_key")]
+
+
+def _key_from_spec(vllm_config: Any, kv_cache_spec: Any) -> PlanKey:
+    """For a builder whose layers are not registered, as in unit tests."""
+    return PlanKey(
+        vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config),
+        kv_cache_spec.num_kv_heads,
+        kv_cache_spec.head_size,
+        getattr(kv_cache_spec, "sliding_window", None),
+    )
+
+
+def _limits(vllm_config: Any, kv_cache_spec: Any) -> dict[str, int]:
+    """The largest step a planner must hold, graph padding and drafts included."""
+    scheduler = vllm_config.scheduler_config
+    speculative = vllm_config.speculative_config
+    num_drafts = getattr(speculative, "num_speculative_tokens", None) or 0
+    if getattr(speculative, "parallel_drafting", False):
+        num_drafts *= 2
+    captured = max(vllm_config.compilation_config.cudagraph_capture_sizes or [0])
+    max_num_seqs = max(scheduler.max_num_seqs, captured)
+    max_num_tokens = max(scheduler.max_num_batched_tokens, captured)
+    # Drafters append their slots to a full step.
+    max_num_tokens += max_num_seqs * num_drafts
+    # Chunked local attention cuts each request where it crosses a chunk.
+    chunk = getattr(kv_cache_spec, "attention_chunk_size", None)
+    if chunk:
+        max_num_seqs = 2 * max_num_seqs + max_num_tokens // chunk
+    return {
+        "max_num_seqs": max_num_seqs,
+        "max_num_tokens": max_num_tokens,
+        "max_decode_query_len": max(1 + num_drafts, MIN_DECODE_QUERY_LEN),
+    }

@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Methods added to vLLM's workers, to see from outside what the kernels did.
+
+Pass this class's full name to `--worker-extension-cls`. Call the methods through
+`LLM.collective_rpc`, or with VLLM_SERVER_DEV_MODE=1 through `POST /collective_rpc`.
+"""
+
+
+class PortableWorkerExtension:
+    """Mixed into the worker class; every name starts with portable_."""
+
+    def portable_launch_counts(self) -> dict[str, int]:
+        """Launches of each kernel in this worker; graph replays count too.
+
+        Waits for the device, so it does not belong in a serving loop.
+        """
+        from portable_backend.kernels import launch_counts
+
+        return launch_counts()
+
+    def portable_reset_launch_counts(self) -> None:
+        """Set every count of this worker to zero."""
+        from portable_backend.kernels import reset_launch_counts
+
+        reset_launch_counts()
