@@ -24,8 +24,9 @@ def page_ids(
     where a tile lies within a block, one per key otherwise.
     """
     if BLOCK_SIZE % BLOCK_N == 0:
-        return tl.load(block_table + tl.minimum(pos, last) // BLOCK_SIZE)
-    idx = tl.minimum(tl.maximum(pos + tl.arange(0, BLOCK_N), start), last)
+        idx = tl.minimum(pos, last)
+    else:
+        idx = tl.minimum(tl.maximum(pos + tl.arange(0, BLOCK_N), start), last)
     return tl.load(block_table + idx // BLOCK_SIZE)
 
 
@@ -44,12 +45,13 @@ def tile_offsets(
     """Offsets [BLOCK_N, HEAD_SIZE_PADDED] of a K or V tile; int64, pools are large."""
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, HEAD_SIZE_PADDED)
-    blocks = ids.to(tl.int64) * stride_block
+    blocks = ids.to(tl.int64) * stride_block + head * stride_head
     if BLOCK_SIZE % BLOCK_N == 0:
-        tile = blocks + (pos % BLOCK_SIZE) * stride_slot + head * stride_head
-        return tile + (offs_n * stride_slot)[:, None] + offs_d[None, :]
-    rows = blocks + ((pos + offs_n) % BLOCK_SIZE) * stride_slot
-    return rows[:, None] + head * stride_head + offs_d[None, :]
+        first_row = blocks + (pos % BLOCK_SIZE) * stride_slot
+        rows = first_row + (offs_n * stride_slot)[:, None]
+    else:
+        rows = (blocks + ((pos + offs_n) % BLOCK_SIZE) * stride_slot)[:, None]
+    return rows + offs_d[None, :]
 
 
 @device_function
@@ -65,12 +67,14 @@ def load_tile(
     in_head = (tl.arange(0, HEAD_SIZE_PADDED) < HEAD_SIZE)[None, :]
     in_range = in_range[:, None]
     if MASK_ROWS and HEAD_SIZE != HEAD_SIZE_PADDED:
-        return tl.load(base + offsets, mask=in_range & in_head, other=0.0)
-    if MASK_ROWS:
-        return tl.load(base + offsets, mask=in_range, other=0.0)
-    if HEAD_SIZE != HEAD_SIZE_PADDED:
-        return tl.load(base + offsets, mask=in_head, other=0.0)
-    return tl.load(base + offsets)
+        tile = tl.load(base + offsets, mask=in_range & in_head, other=0.0)
+    elif MASK_ROWS:
+        tile = tl.load(base + offsets, mask=in_range, other=0.0)
+    elif HEAD_SIZE != HEAD_SIZE_PADDED:
+        tile = tl.load(base + offsets, mask=in_head, other=0.0)
+    else:
+        tile = tl.load(base + offsets)
+    return tile
 
 
 @device_function

@@ -201,7 +201,6 @@ def _common_arguments(
             "BLOCK_SIZE": planner.block_size,
             "HEAD_SIZE": planner.head_size,
             "HEAD_SIZE_PADDED": planner.head_size_padded,
-            "PRECISION": "ieee" if planner.dtype == torch.float32 else "tf32",
             "EMULATE_BF16": planner.emulate_bf16,
         },
     )  # fmt: skip

@@ -54,18 +54,24 @@ def default_config(
             BLOCK_N=256, CTAS_PER_UNIT=0, MIN_CHUNK=1, num_warps=1, num_stages=1
         )
     padded = triton.next_power_of_2(head_size)
-    small = device.arch not in ("sm80", "sm90", "sm100")
-    block_n, num_stages = (64, 2 if small else 3) if element_size == 2 else (32, 2)
-    if device.arch == "gfx1100":
-        block_n, num_stages = 32, 1
-    # Two programs per unit keep enough bytes in flight; both must fit.
+    block_n, num_stages = (64, 3) if element_size == 2 and padded <= 128 else (32, 3)
+    if element_size == 4 and padded >= 128:
+        block_n = 16  # fp32 dots run on the plain ALUs, fully unrolled
+    elif device.platform == "hip":
+        block_n = 32 if device.arch == "gfx1100" or element_size == 4 else 64
+    if device.platform == "hip":
+        num_stages = 1
+    # Two programs per unit keep enough bytes in flight; both must fit. All stages but
+    # one are held in shared memory, beside queries and probabilities.
     limit = device.limits.shared_bytes_per_unit // 2
-    limit = min(limit, device.limits.shared_bytes_per_block) - 2048
-    while element_size * padded * (64 + 2 * num_stages * block_n) > limit:
-        if num_stages > 1:
+    limit = min(limit, device.limits.shared_bytes_per_block) - 1024
+    while element_size * _shared_elements(block_n, padded, num_stages) > limit:
+        if num_stages > 2:
             num_stages -= 1
         elif block_n > 16:
             block_n //= 2
+        elif num_stages > 1:
+            num_stages -= 1
         else:
             break
     return KernelConfig.of(
@@ -76,6 +82,11 @@ def default_config(
         num_stages=num_stages,
         matrix_instr_nonkdim=16,
     )
+
+
+def _shared_elements(block_n: int, padded: int, num_stages: int) -> int:
+    """Estimate for 32 query rows: queries, K and V tiles, probabilities."""
+    return padded * (32 + 2 * max(1, num_stages - 1) * block_n) + 32 * block_n
 
 
 def default_merge_config(*, device: DeviceInfo) -> KernelConfig:
@@ -106,7 +117,7 @@ def _decode_kernel(
     BLOCK_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr,
     HEAD_SIZE_PADDED: tl.constexpr,
     # arithmetic
-    PRECISION: tl.constexpr, EMULATE_BF16: tl.constexpr,
+    EMULATE_BF16: tl.constexpr,
     # tile
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -168,7 +179,7 @@ def _decode_kernel(
             value_cache_ptr, v_offsets, in_range, True, HEAD_SIZE, HEAD_SIZE_PADDED
         )
         ids = page_ids(block_table, pos + BLOCK_N, start, last, BLOCK_N, BLOCK_SIZE)
-        s = tl.dot(q, k.to(q.dtype).T, input_precision=PRECISION)
+        s = tl.dot(q, k.to(q.dtype).T, input_precision="ieee")
         s = shape_scores(
             s, key_pos, query_pos, slopes, qk_scale, cap_scale, cap_log2, SOFTCAP, ALIBI
         )
@@ -178,7 +189,7 @@ def _decode_kernel(
         p = tl.where(ok, p, 0.0)
         l_i += tl.sum(p, 1)
         acc = acc * alpha[:, None]
-        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
+        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
 
     acc = acc * tl.where(l_i > 0, 1.0 / l_i, 0.0)[:, None]
     if slot < 0:

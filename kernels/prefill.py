@@ -74,8 +74,12 @@ def default_config(
     if device.platform == "interpreter":
         pack = num_queries_per_kv if num_queries_per_kv <= block_m else 1
     elif element_size == 4:
-        # fp32 dots run on the plain ALUs, fully unrolled: small tiles compile.
-        block_m, block_n, num_warps, num_stages = 32, 32, 4, 1
+        # fp32 dots run on the plain ALUs, fully unrolled: only small tiles avoid
+        # spills and minutes of compile time.
+        block_m, block_n = {64: (32, 32), 128: (32, 16)}.get(max(padded, 64), (16, 16))
+        num_warps, num_stages = 4, 1
+    elif padded > 128 and device.arch not in ("sm90", "sm100"):
+        block_m, block_n, num_warps = 64, min(block_n, 32), 4
     elif device.limits.has_tensor_descriptors and device.arch == "sm90":
         if block_size % block_n == 0 and padded <= 128:
             # Two blocks of 4 warps per SM: one computes while the other waits.
@@ -85,7 +89,10 @@ def default_config(
         elif padded <= 128:
             maxnreg = 128
     limit = device.limits.shared_bytes_per_block
-    while _shared_bytes(block_m, block_n, padded, num_stages, element_size) > limit:
+    while (
+        _shared_elements(block_m, block_n, padded, num_stages, device) * element_size
+        > limit
+    ):
         if num_stages > 1:
             num_stages -= 1
         elif block_n > 16:
@@ -109,11 +116,17 @@ def default_config(
     )
 
 
-def _shared_bytes(
-    block_m: int, block_n: int, padded: int, num_stages: int, element_size: int
+def _shared_elements(
+    block_m: int, block_n: int, padded: int, num_stages: int, device: DeviceInfo
 ) -> int:
-    """Upper estimate: the query tile, and every stage's K and V tile."""
-    return element_size * padded * (block_m + 2 * num_stages * block_n) + 1024
+    """Upper estimate: the query tile, and every stage's K and V tile.
+
+    AMD's compiler keeps queries in registers, so that tiles take turns.
+    """
+    tiles = 2 * block_n * num_stages
+    if device.platform == "hip":
+        return padded * max(block_m, tiles)
+    return padded * (block_m + tiles) + 512
 
 
 @device_function
@@ -127,7 +140,6 @@ def _attend_tiles(
     HAS_WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_SIZE: tl.constexpr,
     HEAD_SIZE_PADDED: tl.constexpr, NUM_STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Fold keys lo..hi (lo a multiple of BLOCK_N) into the running softmax."""
     ids = page_ids(block_table, lo, start, last, BLOCK_N, BLOCK_SIZE)
@@ -145,7 +157,7 @@ def _attend_tiles(
             k = load_tile(
                 key_cache, offsets, in_range, MASK, HEAD_SIZE, HEAD_SIZE_PADDED
             )
-        s = tl.dot(q, k.to(q.dtype).T, input_precision=PRECISION)
+        s = tl.dot(q, k.to(q.dtype).T, input_precision="ieee")
         s = shape_scores(
             s, key_pos, query_pos, slopes, qk_scale, cap_scale, cap_log2, SOFTCAP, ALIBI
         )
@@ -170,7 +182,7 @@ def _attend_tiles(
             v = load_tile(
                 value_cache, offsets, in_range, MASK, HEAD_SIZE, HEAD_SIZE_PADDED
             )
-        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
+        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
         ids = page_ids(block_table, pos + BLOCK_N, start, last, BLOCK_N, BLOCK_SIZE)
     return acc, m_i, l_i
 
@@ -196,7 +208,7 @@ def _prefill_kernel(
     NUM_QUERIES_PER_KV: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HEAD_SIZE: tl.constexpr, HEAD_SIZE_PADDED: tl.constexpr,
     # arithmetic
-    PRECISION: tl.constexpr, EMULATE_BF16: tl.constexpr,
+    EMULATE_BF16: tl.constexpr,
     # tile
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PACK: tl.constexpr,
     LOAD: tl.constexpr, NUM_STAGES: tl.constexpr,
@@ -266,7 +278,7 @@ def _prefill_kernel(
             stride_v_block, stride_v_slot, stride_v_head,
             qk_scale, cap_scale, cap_log2,
             True, DESCRIPTOR, CAUSAL, HAS_WINDOW, SOFTCAP, ALIBI, BLOCK_SIZE, BLOCK_N,
-            HEAD_SIZE, HEAD_SIZE_PADDED, NUM_STAGES, PRECISION,
+            HEAD_SIZE, HEAD_SIZE_PADDED, NUM_STAGES,
         )  # fmt: skip
     acc, m_i, l_i = _attend_tiles(
         acc, m_i, l_i, q, key_cache, value_cache, block_table,
@@ -275,7 +287,7 @@ def _prefill_kernel(
         stride_v_block, stride_v_slot, stride_v_head,
         qk_scale, cap_scale, cap_log2,
         False, DESCRIPTOR, CAUSAL, HAS_WINDOW, SOFTCAP, ALIBI, BLOCK_SIZE, BLOCK_N,
-        HEAD_SIZE, HEAD_SIZE_PADDED, NUM_STAGES, PRECISION,
+        HEAD_SIZE, HEAD_SIZE_PADDED, NUM_STAGES,
     )  # fmt: skip
     # Row numbers from a second copy in memory: keeping the first ones alive across the
     # main loop costs registers that its accumulator needs.
@@ -288,7 +300,7 @@ def _prefill_kernel(
         stride_v_block, stride_v_slot, stride_v_head,
         qk_scale, cap_scale, cap_log2,
         True, DESCRIPTOR, CAUSAL, HAS_WINDOW, SOFTCAP, ALIBI, BLOCK_SIZE, BLOCK_N,
-        HEAD_SIZE, HEAD_SIZE_PADDED, NUM_STAGES, PRECISION,
+        HEAD_SIZE, HEAD_SIZE_PADDED, NUM_STAGES,
     )  # fmt: skip
 
     acc = acc * tl.where(l_i > 0, 1.0 / l_i, 0.0)[:, None]
