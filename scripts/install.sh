@@ -117,15 +117,19 @@ fi
 log=$stamps/pip.log
 : >"$log"
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check --no-input "$@" 2>&1; }
-# Keep all of pip's output in the log and show a line of it now and then.
+# Keep all of pip's output in the log; every ten seconds say what it is at.
 progress() {
-  local line told=0
-  while IFS= read -r line; do
-    printf '%s\n' "$line" >>"$log"
-    if ((SECONDS - told >= 10)) && [[ $line =~ ^\ *(Collecting|Downloading|Installing) ]]; then
-      say "  ${line:0:70}"
-      told=$SECONDS
+  local line now="starting" told=$SECONDS status
+  while true; do
+    if IFS= read -r -t 10 line; then
+      printf '%s\n' "$line" >>"$log"
+      [[ ! $line =~ ^\ *(Collecting|Downloading|Installing) ]] || now=${line:0:70}
+    else
+      status=$?
+      printf '%s' "$line" >>"$log"
+      ((status > 128)) || break # the end, not the limit of ten seconds
     fi
+    ((SECONDS - told < 10)) || { say "  $now" && told=$SECONDS; }
   done
 }
 fail_pip() {
