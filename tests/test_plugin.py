@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registration with vLLM: the enum member, pickles, patches, and what must not break."""
+"""Registration with vLLM: enum member, pickles, patches, what must not break."""
 
 import copy
 import enum
