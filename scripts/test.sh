@@ -8,21 +8,35 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 venv=$(scripts/install.sh --device cpu --extra test \
   ${PORTABLE_BACKEND_TEST_VENV:+--venv "$PORTABLE_BACKEND_TEST_VENV"})
+python=$(realpath --no-symlinks "$venv")/bin/python
 # No script's or working folder on sys.path: the checkout's kernels/ would shadow a package.
 export PYTHONSAFEPATH=1
 
-echo "ruff"
-"$venv/bin/python" -m ruff check .
-"$venv/bin/python" -m ruff format --check .
+failed=()
+check() {
+  echo "== $1"
+  "${@:2}" || failed+=("$1")
+}
 
-echo "mypy"
-# On a copy with the installed names: type checkers know nothing of mapped folders.
-rm -rf build/typecheck
-mkdir -p build/typecheck
-cp -r "$("$venv/bin/python" -c 'import pathlib, portable_backend as p; print(pathlib.Path(p.__file__).parent)')" build/typecheck
-(cd build/typecheck && "$venv/bin/python" -m mypy --config-file ../../pyproject.toml \
-  --cache-dir ../../.mypy_cache -p portable_backend)
+check_types() {
+  # On a copy with the installed names: type checkers know nothing of mapped folders.
+  local installed
+  installed=$("$python" -c 'import portable_backend; print(*portable_backend.__path__)')
+  rm -rf build/typecheck
+  mkdir -p build/typecheck
+  cp -r "$installed" build/typecheck
+  (cd build/typecheck &&
+    "$python" -m mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache \
+      -p portable_backend)
+}
 
-echo "pytest"
+check lint "$python" -m ruff check .
+check format "$python" -m ruff format --check .
+check types check_types
 # Two workers; tests of one xdist_group, such as those that start an engine, stay in one.
-TRITON_INTERPRET=1 "$venv/bin/python" -m pytest -n 2 --dist loadgroup "$@"
+check tests env TRITON_INTERPRET=1 "$python" -m pytest -n 2 --dist loadgroup "$@"
+
+if [ ${#failed[@]} -gt 0 ]; then
+  echo "failed: ${failed[*]}"
+  exit 1
+fi
