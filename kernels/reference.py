@@ -30,8 +30,9 @@ def paged_attention_reference(
         query: [num_tokens, num_query_heads, head_size].
         key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_size].
         batch, options: as for `paged_attention`.
-        dtype: precision of all arithmetic; fp32 for the oracle, the query's own for
-            the error a plain torch implementation would make.
+        dtype: precision of all arithmetic: fp32 for the oracle, fp64 where the inputs
+            are fp32 themselves, the query's own dtype for the error that a plain torch
+            implementation would make.
 
     Returns:
         [num_tokens, num_query_heads, head_size] in `dtype`; rows that belong to no
@@ -109,7 +110,8 @@ def _attend(
     if options.sinks is not None:
         sinks = options.sinks.to(scores.dtype)[:, None, None]
         scores = torch.cat([scores, sinks.expand(-1, query_len, 1)], -1)
-    probs = torch.softmax(scores.float(), -1).to(scores.dtype)
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    probs = torch.softmax(scores.to(wide), -1).to(scores.dtype)
     probs = torch.nan_to_num(probs, nan=0.0)  # a row that sees nothing gives zeros
     return torch.einsum("hqk,khd->qhd", probs[..., :seq_len], values)
 
