@@ -1,0 +1,443 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Compile every kernel for GPUs that are not at hand, and check what they may use.
+
+    python -P scripts/cross_compile.py                     # all targets
+    python -P scripts/cross_compile.py --targets sm90 gfx942 --shapes all --json FILE
+
+The public functions are called on tensors without storage while launches are recorded
+instead of run, so each kernel is compiled with the arguments it is launched with. One
+child process per target compiles, within a time limit: a compiler that aborts or hangs
+fails its kernel, not the run. Exit code 1: something did not compile, or would not fit
+its target.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import queue
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+os.environ.pop("TRITON_INTERPRET", None)  # the interpreter compiles nothing
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.compiler import compile as compile_source
+from triton.runtime.jit import JITFunction
+
+from portable_backend import kernels
+from portable_backend.device import DeviceInfo
+from portable_backend.kernels import (
+    AttentionOptions,
+    PagedBatch,
+    paged_attention,
+    rms_norm,
+    write_kv_cache,
+)
+
+TARGETS = (
+    "sm80",
+    "sm90",
+    "sm100",
+    "sm120",
+    "gfx90a",
+    "gfx942",
+    "gfx950",
+    "gfx1100",
+    "gfx1201",
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Model geometry that kernels are compiled for."""
+
+    name: str
+    heads: tuple[int, int] = (32, 8)
+    head_size: int = 128
+    block_size: int = 16
+    dtype: torch.dtype = torch.bfloat16
+    features: bool = False  # window, softcap, ALiBi and sinks, all at once
+    hidden_size: int = 4096
+
+
+LLAMA = Shape("d128 page16")
+SHAPES = {
+    "few": (
+        LLAMA,
+        replace(LLAMA, name="d128 page64", block_size=64),
+        replace(LLAMA, name="d256", heads=(16, 8), head_size=256),
+        replace(LLAMA, name="d64 fp32", head_size=64, dtype=torch.float32),
+    ),
+}
+SHAPES["all"] = (
+    *SHAPES["few"],
+    replace(LLAMA, name="d128 features", features=True),
+    replace(LLAMA, name="d256 page64", heads=(16, 8), head_size=256, block_size=64),
+    replace(LLAMA, name="d64 fp16 9:3", heads=(9, 3), head_size=64, hidden_size=576),
+    replace(LLAMA, name="d80 page64", head_size=80, block_size=64, hidden_size=5120),
+    replace(LLAMA, name="d128 48:1", heads=(48, 1)),
+    replace(LLAMA, name="d128 fp32", dtype=torch.float32),
+    replace(LLAMA, name="d256 fp32", head_size=256, dtype=torch.float32),
+)
+
+
+def call_everything(shape: Shape) -> None:
+    """Call each public function once, on tensors of `shape` without storage."""
+    num_seqs, num_tokens, num_blocks = 8, 2048, 512
+    num_heads, num_kv_heads = shape.heads
+
+    def new(*size: int, dtype: torch.dtype = shape.dtype) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device="meta")
+
+    query = new(num_tokens, num_heads, shape.head_size)
+    pairs = new(num_blocks, 2, shape.block_size, num_kv_heads, shape.head_size)
+    key_cache, value_cache = pairs.unbind(1)
+    batch = PagedBatch(
+        query_start_loc=new(num_seqs + 1, dtype=torch.int32),
+        seq_lens=new(num_seqs, dtype=torch.int32),
+        block_table=new(num_seqs, 64, dtype=torch.int32),
+        max_query_len=num_tokens,
+        max_seq_len=num_tokens,
+    )
+    options = AttentionOptions(scale=shape.head_size**-0.5)
+    if shape.features:
+        options = replace(
+            options,
+            sliding_window=1024,
+            softcap=30.0,
+            alibi_slopes=new(num_heads, dtype=torch.float32),
+            sinks=new(num_heads),
+        )
+    out = torch.empty_like(query)
+    paged_attention(query, key_cache, value_cache, batch, options, out=out)
+    key = new(num_tokens, num_kv_heads, shape.head_size)
+    slots = new(num_tokens, dtype=torch.int64)
+    write_kv_cache(key, key, key_cache, value_cache, slots)
+    x, weight = new(num_tokens, shape.hidden_size), new(shape.hidden_size)
+    rms_norm(x, weight, 1e-6)
+    rms_norm(x, weight, 1e-6, residual=torch.empty_like(x))
+    rms_norm(query, new(shape.head_size), 1e-6)  # q-norm
+
+
+def launched_kernels(arch: str, shape: Shape) -> list[tuple[JITFunction, dict]]:
+    """(kernel, arguments by name) of each launch that `shape` needs on `arch`."""
+    launches: list[tuple[JITFunction, dict]] = []
+
+    def record(fn: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any):
+        names = [p.name for p in fn.params]
+        launches.append((fn, dict(zip(names, args, strict=False)) | kwargs))
+
+    with contextlib.ExitStack() as stack:
+        info = DeviceInfo.for_arch(arch)
+        detect = classmethod(lambda cls, device: info)
+        stack.enter_context(mock.patch.object(DeviceInfo, "detect", detect))
+        stack.enter_context(mock.patch.object(JITFunction, "run", record))
+        for function in (write_kv_cache, rms_norm):
+            _forget_lookups(sys.modules[function.__module__])
+        call_everything(shape)
+    return launches
+
+
+def _forget_lookups(module: ModuleType) -> None:
+    """Drop what a module cached for another architecture."""
+    for value in vars(module).values():
+        if hasattr(value, "cache_clear"):
+            value.cache_clear()
+
+
+def all_kernels() -> set[str]:
+    """Names of the kernels that the package's source defines."""
+    pattern = re.compile(r"^def (_\w+_kernel)\(", re.M)
+    sources = Path(kernels.__file__).parent.glob("*.py")
+    return {name for path in sources for name in pattern.findall(path.read_text())}
+
+
+_TYPES = {
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+
+
+def source_of(
+    fn: JITFunction, arguments: dict[str, Any]
+) -> tuple[ASTSource, dict[str, Any]]:
+    """What Triton's launcher would compile for these arguments, and the options.
+
+    Pointers count as 16-byte aligned; AMD's 2 GB pointer range is not assumed.
+    """
+    signature, constants, attributes = {}, {}, {}
+    aligned = [["tt.divisibility", 16]]
+    for i, param in enumerate(fn.params):
+        value = arguments[param.name]
+        exact = isinstance(value, int) and not isinstance(value, bool)
+        if param.is_constexpr or value is None:
+            kind = "constexpr"
+        elif isinstance(value, torch.Tensor):
+            kind = "*" + _TYPES[value.dtype]
+            attributes[(i,)] = aligned
+        elif hasattr(value, "block_shape"):
+            kind = f"tensordesc<{_TYPES[value.base.dtype]}{list(value.block_shape)}>"
+        elif param.annotation_type:
+            kind = param.annotation_type
+        elif exact and value == 1 and not param.do_not_specialize:
+            kind = "constexpr"
+        elif exact:
+            kind = "i32" if -(2**31) <= value < 2**31 else "i64"
+            if value % 16 == 0 and not param.do_not_specialize:
+                attributes[(i,)] = aligned
+        else:
+            kind = "fp32"
+        signature[param.name] = kind
+        if kind == "constexpr":
+            constants[(i,)] = value
+    names = {p.name for p in fn.params}
+    options = {k: v for k, v in arguments.items() if k not in names}
+    source = ASTSource(fn, signature, constexprs=constants, attrs=attributes)
+    return source, options
+
+
+def jobs_for(arch: str, shapes: tuple[Shape, ...]) -> list[dict[str, Any]]:
+    """Distinct compilations of a target: name, shape, source, options."""
+    jobs: dict[str, dict[str, Any]] = {}
+    for shape in shapes:
+        for fn, arguments in launched_kernels(arch, shape):
+            source, options = source_of(fn, arguments)
+            name = fn.__name__.removeprefix("_").removesuffix("_kernel")
+            jobs.setdefault(
+                repr((name, source.signature, source.constants, source.attrs, options)),
+                {"kernel": name, "shape": shape.name, "source": source}
+                | {"options": options},
+            )
+    return list(jobs.values())
+
+
+def target_for(arch: str) -> GPUTarget:
+    limits = DeviceInfo.for_arch(arch).limits
+    if limits.platform == "cuda":
+        return GPUTarget("cuda", int(arch.removeprefix("sm")), limits.warp_size)
+    return GPUTarget("hip", arch, limits.warp_size)
+
+
+def compile_job(arch: str, job: dict[str, Any]) -> dict[str, Any]:
+    """Compile and read what the binary uses."""
+    start = time.perf_counter()
+    compiled = compile_source(
+        job["source"], target=target_for(arch), options=job["options"]
+    )
+    row = {
+        "arch": arch,
+        "kernel": job["kernel"],
+        "shape": job["shape"],
+        "options": job["options"],
+        "shared_bytes": compiled.metadata.shared,
+        "num_warps": compiled.metadata.num_warps,
+        "tmem_columns": getattr(compiled.metadata, "tmem_size", None) or 0,
+        "compile_s": round(time.perf_counter() - start, 2),
+    }
+    if "cubin" in compiled.asm:
+        return row | _nvidia_usage(compiled.asm["cubin"])
+    return row | _amd_usage(compiled.asm["amdgcn"])
+
+
+def _nvidia_usage(cubin: bytes) -> dict[str, int | None]:
+    """Registers, and stack bytes, which only spills use, by cuobjdump."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    if not tool.exists():
+        return {"registers": None, "spills": None}
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", text).groups()  # type: ignore[union-attr]
+    return {"registers": int(registers), "spills": int(stack)}
+
+
+def _amd_usage(assembly: str) -> dict[str, int]:
+    """Vector registers, and those spilled, from the kernel's metadata."""
+    found = {
+        key: int(re.search(rf"\.{key}:\s+(\d+)", assembly).group(1))  # type: ignore[union-attr]
+        for key in ("vgpr_count", "vgpr_spill_count")
+    }
+    return {"registers": found["vgpr_count"], "spills": found["vgpr_spill_count"]}
+
+
+def over_limit(row: dict[str, Any]) -> str | None:
+    """Why the kernel could not be launched on its target, or None."""
+    limits = DeviceInfo.for_arch(row["arch"]).limits
+    if row["shared_bytes"] > limits.shared_bytes_per_block:
+        return (
+            f"wants {row['shared_bytes']} bytes of shared memory, "
+            f"a block has {limits.shared_bytes_per_block}"
+        )
+    if row["num_warps"] * limits.warp_size > 1024:
+        return f"wants {row['num_warps']} warps of {limits.warp_size} lanes"
+    if row["tmem_columns"] > 512:
+        return f"wants {row['tmem_columns']} columns of tensor memory"
+    return None
+
+
+def work(arch: str, shapes: tuple[Shape, ...], skip: int) -> None:
+    """Child process: compile the jobs from number `skip` on, one JSON line each."""
+    for job in jobs_for(arch, shapes)[skip:]:
+        label = {"kernel": job["kernel"], "shape": job["shape"]}
+        print(json.dumps({"starts": label}), flush=True)
+        try:
+            row = compile_job(arch, job)
+        except Exception as error:  # whatever a compiler raises
+            row = {"arch": arch, "error": f"{type(error).__name__}: {error}"[:500]}
+            row |= label
+        print(json.dumps(row), flush=True)
+
+
+def compile_target(arch: str, shapes: str, limit_s: float) -> Iterator[dict[str, Any]]:
+    """Run children until each job has a row; an abort or a hang is a row too."""
+    done = 0
+    while True:
+        command = [sys.executable, *(["-P"] if sys.flags.safe_path else []), __file__]
+        command += ["--child", arch, "--skip", str(done), "--shapes", shapes]
+        child = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        lines: queue.Queue[str | None] = queue.Queue()
+        pump = threading.Thread(target=_pump, args=(child, lines), daemon=True)
+        pump.start()
+        running: dict[str, str] | None = {"kernel": "?", "shape": "?"}
+        reason = None
+        while True:
+            try:
+                line = lines.get(timeout=limit_s)
+            except queue.Empty:
+                reason = f"no answer within {limit_s:.0f} s"
+                child.kill()
+                break
+            if line is None:
+                break
+            row = json.loads(line)
+            if "starts" in row:
+                running = row["starts"]
+                continue
+            running = None
+            done += 1
+            yield row
+        _, errors = child.communicate()
+        if child.returncode == 0 and reason is None:
+            return
+        tail = errors.strip().splitlines()[-1:] or [""]
+        reason = reason or f"exit code {child.returncode}: {tail[0]}"
+        yield {"arch": arch, "error": reason} | (running or {"kernel": "?"})
+        if running is None or running["kernel"] == "?":
+            return  # it never got to a kernel, and would not the next time
+        done += 1
+
+
+def _pump(child: subprocess.Popen[str], lines: "queue.Queue[str | None]") -> None:
+    assert child.stdout is not None
+    for line in child.stdout:
+        lines.put(line)
+    lines.put(None)
+
+
+def compile_all(
+    targets: list[str], shapes: str, limit_s: float, num_workers: int
+) -> list[dict[str, Any]]:
+    """Rows of all targets, `num_workers` targets at a time."""
+    rows: list[dict[str, Any]] = []
+    waiting = list(reversed(targets))
+
+    def worker() -> None:
+        while True:
+            try:
+                arch = waiting.pop()
+            except IndexError:
+                return
+            for row in compile_target(arch, shapes, limit_s):
+                if "error" not in row and (reason := over_limit(row)):
+                    row["error"] = reason
+                rows.append(row)
+
+    threads = [threading.Thread(target=worker) for _ in range(num_workers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return sorted(rows, key=lambda row: targets.index(row["arch"]))
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    header = ("target", "kernel", "shape", "shared", "regs", "spills", "warps", "s")
+    lines = [header]
+    for row in rows:
+        cells = [row["arch"], row["kernel"], row.get("shape", "")]
+        if "error" in row:
+            lines.append((*cells, f"FAILED: {row['error']}"))
+            continue
+        names = ("shared_bytes", "registers", "spills", "num_warps", "compile_s")
+        lines.append((*cells, *(str(row[name]) for name in names)))
+    widths = (8, 14, 14, 8, 5, 7, 6, 5)
+    return "\n".join(
+        " ".join(c.ljust(w) for c, w in zip(line, widths, strict=False)).rstrip()
+        for line in lines
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--targets", nargs="+", default=list(TARGETS), metavar="ARCH")
+    parser.add_argument("--shapes", choices=list(SHAPES), default="few")
+    parser.add_argument("--limit-s", type=float, default=60, help="for one kernel")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--skip", type=int, default=0, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        work(args.child, SHAPES[args.shapes], args.skip)
+        return 0
+    targets = [target.replace("sm_", "sm") for target in args.targets]
+    for target in targets:
+        DeviceInfo.for_arch(target)
+    start = time.perf_counter()
+    rows = compile_all(targets, args.shapes, args.limit_s, args.workers)
+    missing = {
+        (target, name)
+        for target in targets
+        for name in all_kernels()
+        if not any(
+            row["arch"] == target and f"_{row['kernel']}_kernel" == name for row in rows
+        )
+    }
+    rows += [
+        {"arch": arch, "kernel": name, "error": "was never launched"}
+        for arch, name in sorted(missing)
+    ]
+    print(table(rows))
+    failed = sum("error" in row for row in rows)
+    seconds = time.perf_counter() - start
+    print(f"{len(rows)} compilations, {failed} failed, {seconds:.0f} s")
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every kernel compiles for every target at its default config, without a GPU.
+
+In processes of their own: with TRITON_INTERPRET set, Triton compiles nothing.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from portable_backend.device import ARCH_LIMITS
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "cross_compile.py"
+KERNELS = Path(__file__).parents[1] / "kernels"
+TARGETS = (
+    "sm80",
+    "sm90",
+    "sm100",
+    "sm120",
+    "gfx90a",
+    "gfx942",
+    "gfx950",
+    "gfx1100",
+    "gfx1201",
+)
+
+
+def python(*arguments, **kwargs):
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    return subprocess.run(
+        [sys.executable, "-P", *map(str, arguments)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        **kwargs,
+    )
+
+
+# vllm#48723, aiter#5035, #4329: 65 792 B of LDS wanted where 65 536 exist.
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_kernel_compiles_within_the_targets_limits(target, tmp_path):
+    result = tmp_path / "rows.json"
+    done = python(SCRIPT, "--targets", target, "--json", result, "--workers", 1)
+    assert done.returncode == 0, f"\n{done.stdout}\n{done.stderr[-2000:]}"
+    rows = json.loads(result.read_text())
+    defined = {
+        name
+        for path in KERNELS.glob("*.py")
+        for name in re.findall(r"^def _(\w+)_kernel\(", path.read_text(), re.M)
+    }
+    assert {row["kernel"] for row in rows} == defined
+    for row in rows:
+        limit = ARCH_LIMITS[target].shared_bytes_per_block
+        assert 0 <= row["shared_bytes"] <= limit, row
+        # None where the toolchain lacks the tool that reads them.
+        assert row["registers"] is None or 0 < row["registers"] <= 512, row
+    # An attention kernel without shared memory would be one that does nothing.
+    for kernel in ("decode", "prefill"):
+        shapes = {r["shape"] for r in rows if r["kernel"] == kernel}
+        assert shapes == {"d128 page16", "d128 page64", "d256", "d64 fp32"}
+        assert all(r["shared_bytes"] > 0 for r in rows if r["kernel"] == kernel)
+
+
+def test_an_unknown_target_lists_the_known_ones():
+    done = python(SCRIPT, "--targets", "sm1")
+    assert done.returncode != 0
+    assert "arch must be one of" in done.stderr
+    assert "gfx942" in done.stderr
+
+
+def test_a_compiler_that_hangs_fails_the_run():
+    done = python(SCRIPT, "--targets", "sm90", "--limit-s", 0.01)
+    assert done.returncode == 1
+    assert "no answer within" in done.stdout
+
+
+FAKE_CHILD = """
+import json, os, sys
+skip = int(sys.argv[sys.argv.index("--skip") + 1])
+for i in range(skip, 4):
+    print(json.dumps({"starts": {"kernel": f"k{i}", "shape": "s"}}), flush=True)
+    if i == 1:
+        os.abort()
+    print(json.dumps({"arch": "sm90", "kernel": f"k{i}", "shape": "s"}), flush=True)
+"""
+
+AFTER_AN_ABORT = """
+import json, runpy, sys
+script = runpy.run_path(sys.argv[1])
+script["compile_target"].__globals__["__file__"] = sys.argv[2]
+rows = list(script["compile_target"]("sm90", "few", 60))
+print(json.dumps([[row["kernel"], "error" in row] for row in rows]))
+"""
+
+
+def test_a_compiler_that_aborts_costs_one_kernel_only(tmp_path):
+    fake = tmp_path / "child.py"
+    fake.write_text(FAKE_CHILD)
+    done = python("-c", AFTER_AN_ABORT, SCRIPT, fake)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [
+        ["k0", False],
+        ["k1", True],
+        ["k2", False],
+        ["k3", False],
+    ]
+
+
+OVER_LIMIT = """
+import json, runpy, sys
+over = runpy.run_path(sys.argv[1])["over_limit"]
+row = dict(arch="gfx942", shared_bytes=65536, num_warps=16, tmem_columns=0)
+print(json.dumps([
+    over(row),
+    over(row | {"shared_bytes": 65792}),
+    over(row | {"num_warps": 32}),
+    over(row | {"arch": "sm100", "tmem_columns": 576}),
+]))
+"""
+
+
+# ROCm/flash-attention#1534: 32 warps of 64 lanes.
+def test_kernels_over_a_limit_are_found():
+    done = python("-c", OVER_LIMIT, SCRIPT)
+    assert done.returncode == 0, done.stderr
+    fits, shared, warps, tmem = json.loads(done.stdout)
+    assert fits is None
+    assert "65792" in shared
+    assert "65536" in shared
+    assert "32 warps of 64 lanes" in warps
+    assert "576" in tmem
