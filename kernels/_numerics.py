@@ -15,6 +15,6 @@ def round_to(x, dtype: tl.constexpr, EMULATE_BF16: tl.constexpr):
     """
     if EMULATE_BF16 and dtype == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)
-        bits += 0x7FFF + ((bits >> 16) & 1)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
         x = bits.to(tl.float32, bitcast=True)
     return x.to(dtype)

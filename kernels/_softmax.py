@@ -10,8 +10,11 @@ import triton.language as tl
 from portable_backend.kernels._jit import device_function
 
 LOG2E = 1.4426950408889634
-# Finite stand-in for -inf: differences of two of them are 0, not NaN.
+# Finite stand-ins for -inf. A running maximum never falls below LOWEST, which lies far
+# above a masked score times any scale: so exp2(masked - maximum) is 0 even for a row
+# that has seen no key, and no difference is NaN.
 MASKED = tl.constexpr(-1.0e30)
+LOWEST = tl.constexpr(-1.0e20)
 
 
 @device_function
@@ -152,11 +155,11 @@ def initial_state(
     sinks_ptr, heads, rows_mask, use_sink, SINKS: tl.constexpr, BLOCK_M: tl.constexpr
 ):
     """(m_i, l_i) before the first key; a sink is a logit without a value."""
-    m_i = tl.full([BLOCK_M], MASKED, tl.float32)
+    m_i = tl.full([BLOCK_M], LOWEST, tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     if SINKS:
         sink = tl.load(sinks_ptr + heads, mask=rows_mask, other=0.0).to(tl.float32)
-        sink = tl.maximum(sink * 1.4426950408889634, MASKED)
+        sink = tl.maximum(sink * 1.4426950408889634, LOWEST)
         m_i = tl.where(use_sink, sink, m_i)
         l_i = tl.where(use_sink, l_i + 1.0, l_i)
     return m_i, l_i

@@ -186,7 +186,6 @@ def _decode_kernel(
         ok = visible_keys(key_pos, query_pos, hi, window, CAUSAL, HAS_WINDOW)
         s = tl.where(ok, s, MASKED)
         p, alpha, m_i, l_i = online_softmax(s, m_i, l_i, qk_scale, SOFTCAP or ALIBI)
-        p = tl.where(ok, p, 0.0)
         l_i += tl.sum(p, 1)
         acc = acc * alpha[:, None]
         acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")

@@ -165,9 +165,6 @@ def _attend_tiles(
             ok = visible_keys(key_pos, query_pos, end, window, CAUSAL, HAS_WINDOW)
             s = tl.where(ok, s, MASKED)
         p, alpha, m_i, l_i = online_softmax(s, m_i, l_i, qk_scale, SOFTCAP or ALIBI)
-        if MASK and (HAS_WINDOW or not CAUSAL):
-            # Only there may a row have seen no key yet, so that exp2 gave 1.
-            p = tl.where(ok, p, 0.0)
         l_i += tl.sum(p, 1)
         acc = acc * alpha[:, None]
         if DESCRIPTOR:

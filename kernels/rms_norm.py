@@ -145,6 +145,7 @@ def rms_norm(
         if config is not None:
             options = config.options(DeviceInfo.detect(x.device).platform)
         rows_per_program = (config or default)["ROWS"]
+        fused = residual is not None
         if residual is None or residual_out is None:
             tensors = (out, out, x, x)
         else:
@@ -153,12 +154,14 @@ def rms_norm(
         if folded is None:
             # No pair of strides reaches every row: work on copies laid out plainly.
             copies = tuple(t.contiguous() for t in tensors)
-            _launch(copies, weight, eps, counts, rows_per_program, options)
+            _launch(copies, weight, eps, counts, rows_per_program, options, fused)
             out.copy_(copies[0])
             if residual_out is not None:
                 residual_out.copy_(copies[1])
         else:
-            _launch(tensors, weight, eps, counts, rows_per_program, options, folded)
+            _launch(
+                tensors, weight, eps, counts, rows_per_program, options, fused, folded
+            )
     return out if residual_out is None else (out, residual_out)
 
 
@@ -172,6 +175,7 @@ def _launch(
     counts: torch.Tensor,
     rows_per_program: int,
     options: dict[str, object],
+    fused: bool,
     folded: tuple[int, list[int]] | None = None,
 ) -> None:
     """Launch on (out, residual_out, x, residual), or without on (out, out, x, x)."""
@@ -184,7 +188,7 @@ def _launch(
         *strides, num_rows, float(eps),
         INNER=inner, ROW_SIZE=row_size,
         ROW_SIZE_PADDED=triton.next_power_of_2(row_size),
-        HAS_RESIDUAL=tensors[3] is not x, HAS_WEIGHT=weight is not None,
+        HAS_RESIDUAL=fused, HAS_WEIGHT=weight is not None,
         EMULATE_BF16=x.device.type == "cpu", ROWS=rows_per_program, **options,
     )  # fmt: skip
 

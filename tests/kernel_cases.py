@@ -537,6 +537,8 @@ def assert_close(
     """max|ours - oracle| <= 2 max|same_dtype - oracle| + 2 rounding steps of oracle.
 
     The rule is flash-attention's: no worse than twice what torch does in this dtype.
+    In fp32 the products of a head are summed one after the other, where torch sums in
+    blocks: one more step for each 64 of them.
     """
     if oracle.numel() == 0:
         return
@@ -547,7 +549,8 @@ def assert_close(
     # NaN compares as false: make it the largest error there is.
     error = torch.where(error.isnan(), float("inf"), error)
     worst = error.max().item()
-    allowed = 2 * torch_error + 2 * step
+    steps = 2 + (oracle.shape[-1] / 64 if ours.dtype == torch.float32 else 0)
+    allowed = 2 * torch_error + steps * step
     if not worst <= allowed:
         where = [int(i) for i in torch.unravel_index(error.argmax(), error.shape)]
         bad = int((error > allowed).sum())
