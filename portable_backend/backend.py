@@ -94,7 +94,7 @@ class PortableBackend(AttentionBackend):
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
-        return attn_type == AttentionType.DECODER
+        return bool(attn_type == AttentionType.DECODER)
 
     @classmethod
     def supports_kv_connector(cls) -> bool:

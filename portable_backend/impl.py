@@ -28,7 +28,7 @@ logger = init_logger("vllm.portable_backend")
 KV_CACHE_DTYPES = ("auto", "float16", "bfloat16")
 
 
-class PortableImpl(AttentionImpl[PortableMetadata]):  # type: ignore[misc]
+class PortableImpl(AttentionImpl[PortableMetadata]):
     """Calls the kernels with this layer's options and its group's plan."""
 
     def __init__(

@@ -63,9 +63,7 @@ class PortableMetadata:
         )
 
 
-class PortableMetadataBuilder(
-    AttentionMetadataBuilder[PortableMetadata]  # type: ignore[misc]
-):
+class PortableMetadataBuilder(AttentionMetadataBuilder[PortableMetadata]):
     """Plans each step once per kind of layer, in buffers at fixed addresses."""
 
     # Mixed batches would need max_query_len at capture, which 0.25 understates.
@@ -181,7 +179,7 @@ def _key_from_spec(vllm_config: Any, kv_cache_spec: Any) -> PlanKey:
     )
 
 
-def _limits(vllm_config: Any, kv_cache_spec: Any) -> dict[str, int]:
+def _limits(vllm_config: Any, kv_cache_spec: Any) -> dict[str, Any]:
     """The largest step a planner must hold, graph padding and drafts included."""
     scheduler = vllm_config.scheduler_config
     speculative = vllm_config.speculative_config
