@@ -117,12 +117,16 @@ def test_padded_requests_write_nothing(seqs, planned, device):
 
 
 def test_rows_without_keys_are_zero(device):
-    case = Case(6, ((1, 0), (3, 0), (20, 0), (1, 17)), tiles=Tiles())
+    """Requests of length 0, and rows before position 0: they attend to nothing."""
+    seqs = ((1, 0), (3, 0), (20, 0), (1, 17), (4, 2), (20, 12))
+    case = Case(6, seqs, heads=(2, 1), tiles=Tiles())
     inputs = make_inputs(case, device)
     check_inputs(inputs, case)
     out = call(inputs)
-    assert torch.equal(out[:24], torch.zeros_like(out[:24]))
-    assert out[24].abs().max() > 0
+    for rows in (slice(0, 24), slice(25, 27), slice(29, 37)):
+        assert torch.equal(out[rows], torch.zeros_like(out[rows]))
+    for row in (24, 27, 28, *range(37, 49)):
+        assert out[row].abs().max() > 0
 
 
 @pytest.mark.parametrize("planned", [True, False])
