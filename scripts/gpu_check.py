@@ -17,6 +17,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -395,9 +396,9 @@ def parse() -> argparse.Namespace:
     add("--longest", type=int, default=8000)
     add("--geometry", default="llama8b")
     add("--serve-limit-s", type=float, default=300)
-    add("--serve-options", nargs="*", default=["--max-model-len", "9216"])
+    add("--serve-options", type=shlex.split, default=["--max-model-len", "9216"])
     add("--anchor-script", type=Path)
-    add("--anchor-options", nargs="*", default=[])
+    add("--anchor-options", type=shlex.split, default=[])
     add("--anchor-limit-s", type=float, default=300)
     add("--newest-python", help="interpreter of a newer vLLM")
     add("--newest-path", help="its PYTHONPATH")

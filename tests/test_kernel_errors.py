@@ -45,8 +45,12 @@ def refused(name, given, call_it, device, remedy=".", expected="."):
 
 
 def options(**changes):
+    """Each change is a value, or makes one for a device."""
+
     def change(inputs):
-        inputs.options = replace(inputs.options, **changes)
+        device = inputs.query.device
+        made = {k: v(device) if callable(v) else v for k, v in changes.items()}
+        inputs.options = replace(inputs.options, **made)
 
     return change
 
@@ -68,9 +72,8 @@ def tensor(**changes):
 
 
 def last_axis_strided(t):
-    return torch.empty(*t.shape[:-1], 2 * t.shape[-1], dtype=t.dtype)[..., ::2].to(
-        t.device
-    )
+    shape = (*t.shape[:-1], 2 * t.shape[-1])
+    return torch.empty(shape, dtype=t.dtype, device=t.device)[..., ::2]
 
 
 def both_caches(make):
@@ -178,23 +181,23 @@ ATTENTION = {
     "window is -1": (options(sliding_window=-1), ("sliding_window", "-1", "None")),
     "softcap is negative": (options(softcap=-5.0), ("softcap", "-5.0", "None")),
     "too few slopes": (
-        options(alibi_slopes=torch.ones(2)),
+        options(alibi_slopes=lambda d: torch.ones(2, device=d)),
         ("alibi_slopes", "[2]", "this rank's heads"),
     ),
     "slopes are integers": (
-        options(alibi_slopes=torch.ones(4, dtype=torch.int32)),
+        options(alibi_slopes=lambda d: torch.ones(4, device=d).int()),
         ("alibi_slopes", "torch.int32", "."),
     ),
     "slopes of every rank": (
-        options(alibi_slopes=torch.ones(8)),
+        options(alibi_slopes=lambda d: torch.ones(8, device=d)),
         ("alibi_slopes", "[8]", "this rank's heads"),
     ),
     "too many sinks": (
-        options(sinks=torch.ones(8)),
+        options(sinks=lambda d: torch.ones(8, device=d)),
         ("sinks", "[8]", "this rank's heads"),
     ),
     "sinks are strided": (
-        options(sinks=torch.ones(8)[::2]),
+        options(sinks=lambda d: torch.ones(8, device=d)[::2]),
         ("sinks", "(2,)", "contiguous"),
     ),
 }
@@ -207,11 +210,6 @@ def test_attention_refuses(what, planned, device):
     inputs = make_inputs(CASE, device)
     planned_batch = make_planner(CASE, device).plan(inputs.batch, CASE.num_tokens)
     change(inputs)
-    if inputs.options.sinks is not None:
-        inputs.options = replace(inputs.options, sinks=inputs.options.sinks.to(device))
-    if inputs.options.alibi_slopes is not None:
-        slopes = inputs.options.alibi_slopes.to(device)
-        inputs.options = replace(inputs.options, alibi_slopes=slopes)
     if planned:
         inputs.batch = replace(inputs.batch, plan=planned_batch.plan)
     refused(name, given, lambda: call(inputs), device, remedy)
