@@ -42,8 +42,6 @@ def _cpu_build():
 
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
-tiny = pytest.mark.xdist_group("engine, tiny models")
-trained = pytest.mark.xdist_group("engine, trained model")
 
 
 # --------------------------------------------------------------------------- processes
@@ -206,8 +204,41 @@ def _assert_neighbour_was_loaded(tmp_path: Path) -> None:
 
 # ------------------------------------------------------------------------------- tests
 
+# The longest first, so that a second worker does the others meanwhile.
+PROMPTS = [
+    "The capital of France is",
+    "Water boils at a temperature of",
+    "def fibonacci(n):",
+    "Once upon a time, in a village,",
+    "The three primary colours are",
+    "To make bread you need flour,",
+    "In 1969, the first humans",
+    # Longer than a chunk of 64 tokens.
+    "The river runs past the old mill and under the stone bridge. " * 6 + "The river",
+]
 
-@tiny
+
+def test_smollm2_gives_the_same_tokens_as_cpu_attn(tmp_path):
+    smollm2 = pytest.importorskip("smollm2")
+    try:
+        model = smollm2.model_dir()
+    except RuntimeError as error:
+        pytest.skip(str(error).splitlines()[0])
+    llm = {"model": str(model), "block_size": 32, "max_num_batched_tokens": 64}
+    llm |= {"enforce_eager": True, **COMMON}
+    # The second list finds the long prompt in the prefix cache.
+    spec = {"llm": llm, "batches": [PROMPTS, PROMPTS[-1:]], "max_tokens": [8, 2]}
+    reference, _ = _run_engine(tmp_path, "reference", spec, _environment())
+    llm |= {"attention_backend": "portable", "worker_extension_cls": EXTENSION}
+    ours, log = _run_engine(tmp_path, "portable", spec, _environment())
+    assert ACTIVE.search(log)
+    _assert_same_tokens(ours, reference)
+    assert ours["num_cached_tokens"] == reference["num_cached_tokens"]
+    assert ours["num_cached_tokens"][-1] >= 64
+    for kernel in ("plan", "decode", "prefill", "kv_cache_write", "fused_add_rms_norm"):
+        assert ours["launch_counts"][kernel] > 0, kernel
+
+
 def test_llama_compiled_and_by_attention_config(models, neighbour, tmp_path):
     # VLLM_PLUGINS without us: CPU_ATTN works beside any other plug-in.
     alone = _environment(paths=(neighbour,), VLLM_PLUGINS="neighbour")
@@ -232,7 +263,6 @@ def test_llama_compiled_and_by_attention_config(models, neighbour, tmp_path):
         assert ours["launch_counts"][kernel] > 0, kernel
 
 
-@tiny
 def test_windowed_mistral_with_ngram_speculation(models, tmp_path):
     # Our registration fails: vLLM goes on for everyone else, and says why.
     broken = tmp_path / "broken"
@@ -266,7 +296,6 @@ def test_windowed_mistral_with_ngram_speculation(models, tmp_path):
     assert ours["launch_counts"]["decode"] > 0
 
 
-@tiny
 def test_without_us_the_name_is_unknown(models):
     code = f"""
 from vllm import EngineArgs
@@ -343,7 +372,6 @@ def _server(folder: Path, model: Path, *options: str):
             server.wait()
 
 
-@tiny
 def test_vllm_serve_answers_and_counts_launches(models, tmp_path):
     options = ["--attention-backend", "portable", "--enforce-eager"]
     options += ["--worker-extension-cls", EXTENSION, "--dtype", "float32"]
@@ -371,38 +399,3 @@ def test_vllm_serve_answers_and_counts_launches(models, tmp_path):
     assert grown["prefill"] == 2
     assert grown["decode"] >= 6
     assert grown["kv_cache_write"] == 8
-
-
-PROMPTS = [
-    "The capital of France is",
-    "Water boils at a temperature of",
-    "def fibonacci(n):",
-    "Once upon a time, in a village,",
-    "The three primary colours are",
-    "To make bread you need flour,",
-    "In 1969, the first humans",
-    # Longer than a chunk of 64 tokens.
-    "The river runs past the old mill and under the stone bridge. " * 6 + "The river",
-]
-
-
-@trained
-def test_smollm2_gives_the_same_tokens_as_cpu_attn(tmp_path):
-    smollm2 = pytest.importorskip("smollm2")
-    try:
-        model = smollm2.model_dir()
-    except RuntimeError as error:
-        pytest.skip(str(error).splitlines()[0])
-    llm = {"model": str(model), "block_size": 32, "max_num_batched_tokens": 64}
-    llm |= {"enforce_eager": True, **COMMON}
-    # The second list finds the long prompt in the prefix cache.
-    spec = {"llm": llm, "batches": [PROMPTS, PROMPTS[-1:]], "max_tokens": [8, 2]}
-    reference, _ = _run_engine(tmp_path, "reference", spec, _environment())
-    llm |= {"attention_backend": "portable", "worker_extension_cls": EXTENSION}
-    ours, log = _run_engine(tmp_path, "portable", spec, _environment())
-    assert ACTIVE.search(log)
-    _assert_same_tokens(ours, reference)
-    assert ours["num_cached_tokens"] == reference["num_cached_tokens"]
-    assert ours["num_cached_tokens"][-1] >= 64
-    for kernel in ("plan", "decode", "prefill", "kv_cache_write", "fused_add_rms_norm"):
-        assert ours["launch_counts"][kernel] > 0, kernel
