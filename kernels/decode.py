@@ -36,7 +36,8 @@ MAX_BLOCK_M = 64
 
 def block_m_for(num_rows: int) -> int:
     """Rows of one program for `num_rows` query rows per KV head."""
-    return min(max(16, triton.next_power_of_2(num_rows)), MAX_BLOCK_M)
+    padded: int = triton.next_power_of_2(num_rows)
+    return min(max(16, padded), MAX_BLOCK_M)
 
 
 def default_config(

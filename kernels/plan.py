@@ -269,7 +269,7 @@ class AttentionPlanner:
 
     def _target_items(self, row_blocks: int) -> int:
         """Items per KV head that fill the device once."""
-        programs = self.info.num_units * self.config.decode["CTAS_PER_UNIT"]
+        programs: int = self.info.num_units * self.config.decode["CTAS_PER_UNIT"]
         return max(1, programs // (self.num_kv_heads * row_blocks))
 
     def _row_blocks(self, query_len: int) -> tuple[int, int]:
@@ -307,8 +307,8 @@ class AttentionPlanner:
     @property
     def workspace_bytes(self) -> int:
         """Device memory that this planner holds."""
-        buffers = (self.header, self.items, self.splits, self.tiles)
-        buffers += (self.partial, self.lse)
+        buffers = [self.header, self.items, self.splits, self.tiles]
+        buffers += [self.partial, self.lse]
         return sum(t.numel() * t.element_size() for t in buffers)
 
     def plan(self, batch: PagedBatch, num_tokens: int) -> PagedBatch:

@@ -153,7 +153,8 @@ def rms_norm(
         folded = _fold_leading_axes(tensors)
         if folded is None:
             # No pair of strides reaches every row: work on copies laid out plainly.
-            copies = tuple(t.contiguous() for t in tensors)
+            o, ro, i, r = (t.contiguous() for t in tensors)
+            copies = (o, ro, i, r)
             _launch(copies, weight, eps, counts, rows_per_program, options, fused)
             out.copy_(copies[0])
             if residual_out is not None:
