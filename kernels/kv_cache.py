@@ -109,6 +109,9 @@ def write_kv_cache(
     _, block_size, num_kv_heads, head_size = key_cache.shape
     config, options, counts = _config_for(key.device, num_kv_heads, head_size)
     tokens, block_h = config["TOKENS"], config["BLOCK_H"]
+    if key.device.type == "cpu":
+        # The interpreter compiles nothing, so tiles may follow each call's size.
+        tokens = min(tokens, triton.next_power_of_2(num_tokens))
     grid = (triton.cdiv(num_tokens, tokens), triton.cdiv(num_kv_heads, block_h))
     _write_kv_cache_kernel[grid](
         key_cache, value_cache, key, value, slot_mapping, counts,
