@@ -246,7 +246,7 @@ def server_command(
     command += ["--worker-extension-cls"]
     command += ["portable_backend.worker_extension.PortableWorkerExtension"]
     if on_cpu:
-        # The interpreter pays for every operation: small batches, no compilation, and no
+        # The interpreter pays for every operation: small batches, no compilation, no
         # bf16, which it has to emulate at twice the time.
         command += ["--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "4"]
         command += ["--max-num-batched-tokens", "512", "--dtype", "float32"]
