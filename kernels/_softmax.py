@@ -101,7 +101,10 @@ def shape_scores(
         t = scores * cap_scale
         e = tl.math.exp2(-2.8853900817779268 * tl.abs(t))
         tanh = (1.0 - e) / (1.0 + e)
-        scores = tl.where(t < 0, -tanh, tanh) * cap_log2
+        tanh = tl.where(t < 0, -tanh, tanh)
+        # Near 0 the difference cancels; two terms of the series do not.
+        tanh = tl.where(tl.abs(t) < 0.02, t - t * t * t * 0.33333333, tanh)
+        scores = tanh * cap_log2
     elif ALIBI:
         scores = scores * qk_scale
     if ALIBI:

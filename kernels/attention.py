@@ -7,6 +7,7 @@ kernels: decode (short queries, keys split), merge (of the splits), prefill (the
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,10 +17,13 @@ from portable_backend.errors import bad_argument
 from portable_backend.kernels._softmax import LOG2E
 from portable_backend.kernels.config import AttentionConfig
 from portable_backend.kernels.decode import _decode_kernel, _merge_kernel
-from portable_backend.kernels.plan import AttentionPlan, AttentionPlanner
+from portable_backend.kernels.plan import (
+    DTYPES,
+    AttentionPlan,
+    AttentionPlanner,
+    check_window,
+)
 from portable_backend.kernels.prefill import _prefill_kernel
-
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,14 @@ def paged_attention(
             "pass the config to AttentionPlanner instead",
         )
     planner = plan.planner
+    if plan.num_seqs != batch.seq_lens.shape[0] or plan.num_tokens > query.shape[0]:
+        raise bad_argument(
+            "batch.plan",
+            f"made for this step of {batch.seq_lens.shape[0]} requests and at most "
+            f"{query.shape[0]} tokens",
+            f"one for {plan.num_seqs} requests and {plan.num_tokens} tokens",
+            "call AttentionPlanner.plan for each step",
+        )
     signature = _signature(query, key_cache, value_cache, batch, options, out)
     if signature not in planner.checked:
         _check_tensors(query, key_cache, value_cache, batch, options, out)
@@ -329,6 +341,7 @@ def _signature(
         batch.seq_lens.shape[0] == batch.block_table.shape[0],
         batch.query_start_loc.shape[0] - batch.seq_lens.shape[0],
         batch.block_table.dim(), batch.block_table.stride(-1),
+        batch.block_table.shape[-1] == 0,
         options.scale, options.causal, options.sliding_window, options.softcap,
         None if sinks is None else (sinks.shape, sinks.device, sinks.dtype),
         None if slopes is None else (slopes.shape, slopes.device, slopes.dtype),
@@ -432,6 +445,10 @@ def _check_cache(
             if quantised
             else "convert query or cache",
         )
+    if cache.shape[0] == 0:
+        raise bad_argument(
+            name, "at least one block", list(cache.shape), "allocate the cache first"
+        )
     if cache.stride(3) != 1:
         raise bad_argument(
             name,
@@ -467,6 +484,10 @@ def _check_batch(batch: PagedBatch, device: torch.device) -> None:
                 name, f"on query's device {device}", tensor.device, "move it there"
             )
         width = tensor.shape[-1]
+        if name == "block_table" and width == 0 and num_seqs:
+            raise bad_argument(
+                name, "at least one column", list(tensor.shape), "widen the table"
+            )
         if tensor.stride(-1) != 1 and width > 1:
             raise bad_argument(
                 name,
@@ -479,20 +500,17 @@ def _check_batch(batch: PagedBatch, device: torch.device) -> None:
 def _check_options(
     options: AttentionOptions, num_query_heads: int, device: torch.device
 ) -> None:
-    if not options.scale > 0:
+    if not 0 < options.scale < math.inf:
         raise bad_argument(
-            "scale", "greater than 0", options.scale, "use head_size ** -0.5"
+            "scale", "finite, greater than 0", options.scale, "use head_size ** -0.5"
         )
-    if options.sliding_window is not None and options.sliding_window < 1:
+    check_window(options.sliding_window)
+    if options.softcap is not None and not 0 <= options.softcap < math.inf:
         raise bad_argument(
-            "sliding_window",
-            "None or at least 1, the query's own position included",
-            options.sliding_window,
-            "use None for no window",
-        )
-    if options.softcap is not None and options.softcap < 0:
-        raise bad_argument(
-            "softcap", "None or at least 0", options.softcap, "use None for no cap"
+            "softcap",
+            "None or finite and at least 0",
+            options.softcap,
+            "use None for no cap",
         )
     for name in ("alibi_slopes", "sinks"):
         tensor: torch.Tensor | None = getattr(options, name)

@@ -19,6 +19,8 @@ from portable_backend.kernels._launch import (
 )
 from portable_backend.kernels.config import KernelConfig
 
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
 
 def default_config(
     *, num_kv_heads: int, head_size: int, device: DeviceInfo
@@ -149,6 +151,14 @@ def _check(
     if slot_mapping.stride(0) != 1 and slot_mapping.shape[0] > 1:
         raise bad_argument(
             "slot_mapping", "contiguous", slot_mapping.stride(), "call .contiguous()"
+        )
+    if key.dtype not in DTYPES and key_cache.dtype == key.dtype:
+        raise bad_argument(
+            "key", "float16, bfloat16 or float32", key.dtype, "convert key and value"
+        )
+    if 0 in key_cache.shape:
+        raise bad_argument(
+            "key_cache", "not empty", list(key_cache.shape), "allocate the cache first"
         )
     for name, new, cache in (
         ("key", key, key_cache),

@@ -144,7 +144,18 @@ def rms_norm(
         default, options, counts = _config_for(x.device, row_size)
         if config is not None:
             options = config.options(DeviceInfo.detect(x.device).platform)
-        rows_per_program = (config or default)["ROWS"]
+        rows_per_program = (default if config is None else config).get("ROWS")
+        if (
+            not isinstance(rows_per_program, int)
+            or rows_per_program < 1
+            or rows_per_program & (rows_per_program - 1)
+        ):
+            raise bad_argument(
+                "config ROWS",
+                "a power of two",
+                repr(rows_per_program),
+                "correct the config",
+            )
         if x.device.type == "cpu":
             # The interpreter compiles nothing, so tiles may follow each call's size.
             padded: int = triton.next_power_of_2(num_rows)

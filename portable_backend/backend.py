@@ -102,10 +102,10 @@ class PortableBackend(AttentionBackend):
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
-        # The CPU has none. Triton starts at 7.5; AMD's are checked by architecture.
+        # The CPU has none. Before 8.0 shared memory is too small for the largest heads.
         if capability is None or not current_platform.is_cuda():
             return True
-        return tuple(capability) >= (7, 5)
+        return tuple(capability) >= (8, 0)
 
     @classmethod
     def supports_combination(

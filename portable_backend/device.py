@@ -32,7 +32,6 @@ class ArchLimits:
 
 _KIB = 1024
 ARCH_LIMITS: dict[str, ArchLimits] = {
-    "sm75": ArchLimits("cuda", 32, 64 * _KIB, 64 * _KIB),
     "sm80": ArchLimits("cuda", 32, 163 * _KIB, 164 * _KIB),
     "sm86": ArchLimits("cuda", 32, 99 * _KIB, 100 * _KIB),
     "sm89": ArchLimits("cuda", 32, 99 * _KIB, 100 * _KIB),
@@ -47,7 +46,7 @@ ARCH_LIMITS: dict[str, ArchLimits] = {
     "interpreter": ArchLimits("interpreter", 32, 1 << 30, 1 << 30),
 }
 # An architecture that is not listed is treated like the smallest of its vendor.
-_SMALLEST = {"cuda": "sm75", "hip": "gfx1100"}
+_SMALLEST = {"cuda": "sm86", "hip": "gfx1100"}
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ the portable back end: the plug-in is loaded in every vLLM process on the machin
 import functools
 import math
 import os
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,7 +110,10 @@ def _seconds(text: str) -> float:
 
 
 def _path(text: str) -> Path:
-    return Path(text).expanduser()
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"a folder ({error})") from error
 
 
 def _paths(text: str) -> tuple[Path, ...]:
@@ -118,4 +122,8 @@ def _paths(text: str) -> tuple[Path, ...]:
 
 def _default_cache_dir(environ: Mapping[str, str]) -> Path:
     base = environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "portable_backend"
+    try:
+        folder = Path(base).expanduser()
+    except RuntimeError:  # no home folder, as for a user that only a container knows
+        folder = Path(tempfile.gettempdir())
+    return folder / "portable_backend"

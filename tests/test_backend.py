@@ -88,7 +88,7 @@ def test_gpus_that_triton_has_left_are_refused(pb, monkeypatch, capability):
     cuda = types.SimpleNamespace(is_cuda=lambda: True, is_cpu=lambda: False)
     monkeypatch.setattr(pb.backend, "current_platform", cuda)
     assert not pb.Backend.supports_compute_capability(capability)
-    assert pb.Backend.supports_compute_capability((7, 5))
+    assert pb.Backend.supports_compute_capability((8, 0))
     assert pb.Backend.supports_compute_capability((12, 0))
     assert pb.Backend.supports_compute_capability(None)
 
