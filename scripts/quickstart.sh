@@ -14,6 +14,9 @@ while [ $# -gt 0 ]; do
       [ $# -gt 1 ] || { printf 'quickstart: %s needs a value\n' "$1" >&2 && exit 2; }
       install+=("$1" "$2") && shift 2
       ;;
+    --venv=* | --python=* | --device=*)
+      install+=("${1%%=*}" "${1#*=}") && shift
+      ;;
     -h | --help)
       cat <<TXT
 usage: scripts/quickstart.sh [--venv DIR] [--python PYTHON] [--device auto|cpu|cuda] [OPTIONS]
@@ -37,6 +40,10 @@ if [ -n "$current" ]; then
     exit 2
   }
   exec python3 -P "$scripts/quickstart.py" "${options[@]}"
+fi
+# What is wrong with the options should be said before minutes of installing.
+if python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+  python3 -P "$scripts/quickstart.py" --check-only "${options[@]}"
 fi
 venv=$("$scripts/install.sh" "${install[@]}")
 exec "$venv/bin/python" -P "$scripts/quickstart.py" "${options[@]}"
