@@ -261,6 +261,9 @@ def server_command(
         # bf16, which it has to emulate at twice the time.
         command += ["--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "4"]
         command += ["--max-num-batched-tokens", "512", "--dtype", "float32"]
+        # vLLM claims nine tenths of the memory by default, and fails to start where
+        # other programs hold some of it.
+        command += ["--gpu-memory-utilization", "0.3"]
     return command + options
 
 
