@@ -81,6 +81,17 @@ def load_tile(
 
 
 @device_function
+def past_the_end(pos, end, BLOCK_N: tl.constexpr):
+    """How many keys of the tile at pos lie at or past `end`.
+
+    A descriptor loads that tile so many rows earlier: rows before the block read as
+    zeros, those within it are earlier keys of the request, and nothing past the end,
+    which may be NaN, is touched. The tile's keys then start at pos minus this.
+    """
+    return tl.maximum(pos + BLOCK_N - end, 0)
+
+
+@device_function
 def shape_scores(
     scores,
     key_pos,
@@ -127,17 +138,60 @@ def keys_in_range(key_pos, start, end, HAS_WINDOW: tl.constexpr):
 
 @device_function
 def visible_keys(
-    key_pos, query_pos, end, window, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr
+    key_pos,
+    query_pos,
+    end,
+    window,
+    CAUSAL: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    QUERY_BEFORE_END: tl.constexpr,
 ):
-    """[rows, keys] bool: key before `end` and inside this row's causal window."""
-    ok = (key_pos < end)[None, :]
+    """[rows, keys] bool: key before `end` and inside this row's causal window.
+
+    QUERY_BEFORE_END says that every row that counts has query_pos < end, so that the
+    causal test alone is enough.
+    """
     if CAUSAL:
-        ok = ok & (key_pos[None, :] <= query_pos[:, None])
+        ok = key_pos[None, :] <= query_pos[:, None]
+        if not QUERY_BEFORE_END:
+            ok = ok & (key_pos < end)[None, :]
+    else:
+        ok = (key_pos < end)[None, :]
     if HAS_WINDOW:
         ok = ok & (query_pos[:, None] - key_pos[None, :] < window)
         if not CAUSAL:
             ok = ok & (key_pos[None, :] - query_pos[:, None] < window)
     return ok
+
+
+@device_function
+def mask_scores(
+    scores,
+    pos,
+    key_pos,
+    query_pos,
+    end,
+    window,
+    CAUSAL: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):
+    """Scores of keys that a row may not see become hugely negative.
+
+    Rows that count have query_pos < end. `pos` is near key_pos and query_pos.
+    """
+    if CAUSAL and not HAS_WINDOW:
+        # A bound linear in the distance, at least 5e29 for keys up to the query and at
+        # most -5e29 after it: two float operations a score, where a comparison and a
+        # selection cost predicate registers and the packing of them.
+        row = (query_pos - pos).to(tl.float32) * 1.0e30 + 0.5e30
+        column = (key_pos - pos).to(tl.float32) * 1.0e30
+        scores = tl.minimum(
+            scores, row[:, None] - column[None, :], propagate_nan=tl.PropagateNan.ALL
+        )
+    else:
+        ok = visible_keys(key_pos, query_pos, end, window, CAUSAL, HAS_WINDOW, True)
+        scores = tl.where(ok, scores, MASKED)
+    return scores
 
 
 @device_function

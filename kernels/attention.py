@@ -15,7 +15,7 @@ import torch
 
 from portable_backend.errors import bad_argument
 from portable_backend.kernels._softmax import LOG2E
-from portable_backend.kernels.config import AttentionConfig
+from portable_backend.kernels.config import AttentionConfig, KernelConfig
 from portable_backend.kernels.decode import _decode_kernel, _merge_kernel
 from portable_backend.kernels.plan import (
     DTYPES,
@@ -149,7 +149,7 @@ def paged_attention(
     if plan.num_items:
         _launch_decode(plan, common)
     if plan.num_tiles:
-        _launch_prefill(plan, common)
+        _launch_prefill(plan, common, key, value)
     return out
 
 
@@ -222,13 +222,16 @@ def _launch_decode(plan: AttentionPlan, common: _Common) -> None:
     planner = plan.planner
     config, merge = planner.config.decode, planner.config.merge
     num_rows = plan.row_blocks * plan.block_m
+    # A descriptor cannot leave out keys before a window, whose values may be NaN.
+    pointer = common.flags["HAS_WINDOW"]
+    load, key_cache, value_cache = _cache_arguments(common, config, pointer)
     _decode_kernel[(plan.num_items * planner.num_kv_heads, plan.row_blocks)](
         common.out, planner.partial, planner.lse,
-        common.query, common.key_cache, common.value_cache, *common.inputs,
+        common.query, key_cache, value_cache, *common.inputs,
         planner.header, planner.items, planner.counts,
         *common.strides, num_rows, *common.scalars,
         **common.flags, NUM_KV_HEADS=planner.num_kv_heads, BLOCK_M=plan.block_m,
-        BLOCK_N=config["BLOCK_N"], NUM_STAGES=config["num_stages"],
+        BLOCK_N=config["BLOCK_N"], LOAD=load, NUM_STAGES=config["num_stages"],
         **config.options(planner.info.platform),
     )  # fmt: skip
     if not plan.may_split:
@@ -244,26 +247,48 @@ def _launch_decode(plan: AttentionPlan, common: _Common) -> None:
     )  # fmt: skip
 
 
-def _launch_prefill(plan: AttentionPlan, common: _Common) -> None:
+def _launch_prefill(
+    plan: AttentionPlan,
+    common: _Common,
+    key: torch.Tensor | None,
+    value: torch.Tensor | None,
+) -> None:
     planner = plan.planner
     config = planner.config.prefill
-    block_n, load = config["BLOCK_N"], config["LOAD"]
-    key_cache: Any = common.key_cache
-    value_cache: Any = common.value_cache
-    if load == "descriptor" and not _fits_descriptors(key_cache, value_cache, block_n):
-        load = "pointer"
-    if load == "descriptor":
-        key_cache = _descriptor(key_cache, block_n, planner.head_size_padded)
-        value_cache = _descriptor(value_cache, block_n, planner.head_size_padded)
+    block_n = config["BLOCK_N"]
+    load, key_cache, value_cache = _cache_arguments(common, config, False)
+    new_key, new_value = _new_token_descriptors(common, key, value, config)
+    from_new = new_key is not None
     pack = config["PACK"]
     _prefill_kernel[(plan.num_tiles, planner.num_query_heads // pack)](
-        common.out, common.query, key_cache, value_cache, *common.inputs,
-        planner.header, planner.tiles, planner.counts,
+        common.out, common.query, key_cache, value_cache,
+        new_key if from_new else key_cache, new_value if from_new else value_cache,
+        *common.inputs, planner.header, planner.tiles, planner.counts,
         *common.strides, *common.scalars,
         **common.flags, BLOCK_M=config["BLOCK_M"], BLOCK_N=block_n, PACK=pack,
-        LOAD=load, NUM_STAGES=config["num_stages"],
+        LOAD=load, FROM_NEW=from_new, NUM_STAGES=config["num_stages"],
         **config.options(planner.info.platform),
     )  # fmt: skip
+
+
+def _cache_arguments(
+    common: _Common, config: KernelConfig, pointer: bool
+) -> tuple[str, Any, Any]:
+    """How a kernel reads the caches: (LOAD, key argument, value argument)."""
+    key_cache, value_cache = common.key_cache, common.value_cache
+    block_n = config["BLOCK_N"]
+    if (
+        pointer
+        or config["LOAD"] != "descriptor"
+        or not _fits_descriptors(key_cache, value_cache, block_n)
+    ):
+        return "pointer", key_cache, value_cache
+    padded = common.flags["HEAD_SIZE_PADDED"]
+    return (
+        "descriptor",
+        _descriptor(key_cache, block_n, padded),
+        _descriptor(value_cache, block_n, padded),
+    )
 
 
 def _fits_descriptors(
@@ -277,6 +302,31 @@ def _fits_descriptors(
         if cache.data_ptr() % 16 or any(s * size % 16 for s in cache.stride()[:3]):
             return False
     return True
+
+
+def _new_token_descriptors(
+    common: _Common,
+    key: torch.Tensor | None,
+    value: torch.Tensor | None,
+    config: KernelConfig,
+) -> tuple[Any, Any]:
+    """Descriptors of this step's own keys and values, or (None, None)."""
+    if not config["FROM_NEW"] or key is None or value is None:
+        return None, None
+    if common.flags["HAS_WINDOW"] or key.dtype != common.key_cache.dtype:
+        return None, None
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    box = [config["BLOCK_N"], 1, common.flags["HEAD_SIZE_PADDED"]]
+    for tensor in (key, value):
+        size = tensor.element_size()
+        aligned = tensor.data_ptr() % 16 == 0
+        if not aligned or any(s * size % 16 for s in tensor.stride()[:2]):
+            return None, None
+    return tuple(
+        TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), box)
+        for tensor in (key, value)
+    )
 
 
 def _descriptor(cache: torch.Tensor, block_n: int, head_size_padded: int) -> Any:

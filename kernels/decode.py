@@ -23,6 +23,7 @@ from portable_backend.kernels._softmax import (
     load_tile,
     online_softmax,
     page_ids,
+    past_the_end,
     shape_scores,
     tile_offsets,
     visible_keys,
@@ -52,7 +53,12 @@ def default_config(
     """
     if device.platform == "interpreter":
         return KernelConfig.of(
-            BLOCK_N=256, CTAS_PER_UNIT=0, MIN_CHUNK=1, num_warps=1, num_stages=1
+            BLOCK_N=256,
+            LOAD="pointer",
+            CTAS_PER_UNIT=0,
+            MIN_CHUNK=1,
+            num_warps=1,
+            num_stages=1,
         )
     padded = triton.next_power_of_2(head_size)
     block_n, num_stages = (64, 3) if element_size == 2 and padded <= 128 else (32, 3)
@@ -77,6 +83,7 @@ def default_config(
             break
     return KernelConfig.of(
         BLOCK_N=block_n,
+        LOAD="pointer",
         CTAS_PER_UNIT=2,
         MIN_CHUNK=2,
         num_warps=4,
@@ -99,8 +106,9 @@ def default_merge_config(*, device: DeviceInfo) -> KernelConfig:
 def _decode_kernel(
     # outputs
     out_ptr, partial_ptr, lse_ptr,
-    # inputs
-    query_ptr, key_cache_ptr, value_cache_ptr,
+    # inputs; the caches are pointers, or descriptors of
+    # [num_blocks, num_kv_heads, block_size, head_size]
+    query_ptr, key_cache, value_cache,
     block_table_ptr, query_start_loc_ptr, seq_lens_ptr, sinks_ptr, slopes_ptr,
     # plan
     header_ptr, items_ptr, counts_ptr,
@@ -120,9 +128,11 @@ def _decode_kernel(
     # arithmetic
     EMULATE_BF16: tl.constexpr,
     # tile
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LOAD: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     count_launch(counts_ptr, COUNT_DECODE)
+    DESCRIPTOR: tl.constexpr = LOAD == "descriptor"
     item = tl.program_id(0) // NUM_KV_HEADS
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     if item >= tl.load(header_ptr):
@@ -163,28 +173,39 @@ def _decode_kernel(
 
     ids = page_ids(block_table, lo, start, last, BLOCK_N, BLOCK_SIZE)
     for pos in tl.range(lo, hi, BLOCK_N, num_stages=NUM_STAGES):
-        key_pos = pos + tl.arange(0, BLOCK_N)
-        in_range = keys_in_range(key_pos, start, hi, HAS_WINDOW)
-        k_offsets = tile_offsets(
-            ids, pos, kv_head, stride_k_block, stride_k_slot, stride_k_head,
-            BLOCK_N, BLOCK_SIZE, HEAD_SIZE_PADDED,
-        )  # fmt: skip
-        k = load_tile(
-            key_cache_ptr, k_offsets, in_range, True, HEAD_SIZE, HEAD_SIZE_PADDED
-        )
-        v_offsets = tile_offsets(
-            ids, pos, kv_head, stride_v_block, stride_v_slot, stride_v_head,
-            BLOCK_N, BLOCK_SIZE, HEAD_SIZE_PADDED,
-        )  # fmt: skip
-        v = load_tile(
-            value_cache_ptr, v_offsets, in_range, True, HEAD_SIZE, HEAD_SIZE_PADDED
-        )
+        if DESCRIPTOR:
+            shift = past_the_end(pos, hi, BLOCK_N)
+            key_pos = pos - shift + tl.arange(0, BLOCK_N)
+            at = [ids, kv_head, pos % BLOCK_SIZE - shift, 0]
+            k = key_cache.load(at).reshape(BLOCK_N, HEAD_SIZE_PADDED)
+            v = value_cache.load(at).reshape(BLOCK_N, HEAD_SIZE_PADDED)
+        else:
+            key_pos = pos + tl.arange(0, BLOCK_N)
+            in_range = keys_in_range(key_pos, start, hi, HAS_WINDOW)
+            k_offsets = tile_offsets(
+                ids, pos, kv_head, stride_k_block, stride_k_slot, stride_k_head,
+                BLOCK_N, BLOCK_SIZE, HEAD_SIZE_PADDED,
+            )  # fmt: skip
+            k = load_tile(
+                key_cache, k_offsets, in_range, True, HEAD_SIZE, HEAD_SIZE_PADDED
+            )
+            v_offsets = tile_offsets(
+                ids, pos, kv_head, stride_v_block, stride_v_slot, stride_v_head,
+                BLOCK_N, BLOCK_SIZE, HEAD_SIZE_PADDED,
+            )  # fmt: skip
+            v = load_tile(
+                value_cache, v_offsets, in_range, True, HEAD_SIZE, HEAD_SIZE_PADDED
+            )
         ids = page_ids(block_table, pos + BLOCK_N, start, last, BLOCK_N, BLOCK_SIZE)
         s = tl.dot(q, k.to(q.dtype).T, input_precision="ieee")
         s = shape_scores(
             s, key_pos, query_pos, slopes, qk_scale, cap_scale, cap_log2, SOFTCAP, ALIBI
         )
-        ok = visible_keys(key_pos, query_pos, hi, window, CAUSAL, HAS_WINDOW)
+        ok = visible_keys(
+            key_pos, query_pos, hi, window, CAUSAL, HAS_WINDOW, False
+        )
+        if DESCRIPTOR:
+            ok = ok & (key_pos >= pos)[None, :]
         s = tl.where(ok, s, MASKED)
         p, alpha, m_i, l_i = online_softmax(s, m_i, l_i, qk_scale, SOFTCAP or ALIBI)
         l_i += tl.sum(p, 1)

@@ -455,14 +455,15 @@ def _check_config(config: AttentionConfig) -> None:
                 raise bad_argument(
                     f"config.{kernel} {name}", kind, repr(value), "correct the config"
                 )
-    load = config.prefill.get("LOAD")
-    if load not in ("pointer", "descriptor"):
-        raise bad_argument(
-            "config.prefill LOAD",
-            "pointer or descriptor",
-            repr(load),
-            "correct the config",
-        )
+    for kernel in ("prefill", "decode"):
+        load = getattr(config, kernel).get("LOAD")
+        if load not in ("pointer", "descriptor"):
+            raise bad_argument(
+                f"config.{kernel} LOAD",
+                "pointer or descriptor",
+                repr(load),
+                "correct the config",
+            )
 
 
 def _check_lengths(batch: PagedBatch, device: torch.device) -> int:

@@ -20,15 +20,15 @@ from portable_backend.kernels._jit import device_function
 from portable_backend.kernels._launch import COUNT_PREFILL, count_launch
 from portable_backend.kernels._numerics import round_to
 from portable_backend.kernels._softmax import (
-    MASKED,
     initial_state,
     keys_in_range,
     load_tile,
+    mask_scores,
     online_softmax,
     page_ids,
+    past_the_end,
     shape_scores,
     tile_offsets,
-    visible_keys,
 )
 from portable_backend.kernels.config import KernelConfig
 
@@ -70,7 +70,7 @@ def default_config(
     block_m, block_n, num_warps = _TILES.get(device.arch, _SMALL_TILE)
     num_stages = 2 if device.platform == "cuda" else 1
     pack = max(p for p in (1, 2, 4) if num_queries_per_kv % p == 0)
-    load, maxnreg = "pointer", None
+    load, from_new, maxnreg = "pointer", False, None
     if device.platform == "interpreter":
         pack = num_queries_per_kv if num_queries_per_kv <= block_m else 1
     elif element_size == 4:
@@ -86,8 +86,11 @@ def default_config(
             load, num_warps, pack = "descriptor", 4, min(pack, 2)
         elif block_size % block_n == 0:
             load, pack = "descriptor", min(pack, 2)
-        elif padded <= 128:
-            maxnreg = 128
+        else:
+            # Tiles of new tokens are contiguous whatever the block size.
+            from_new = True
+            if padded <= 128:
+                maxnreg = 128
     limit = device.limits.shared_bytes_per_block
     while (
         _shared_elements(block_m, block_n, padded, num_stages, device) * element_size
@@ -108,6 +111,7 @@ def default_config(
         BLOCK_N=block_n,
         PACK=pack,
         LOAD=load,
+        FROM_NEW=from_new,
         num_warps=num_warps,
         num_stages=num_stages,
         maxnreg=maxnreg,
@@ -132,22 +136,38 @@ def _shared_elements(
 @device_function
 def _attend_tiles(
     acc, m_i, l_i, q, key_cache, value_cache, block_table,
-    lo, hi, start, end, last, query_pos, slopes, kv_head, window,
+    lo, hi, start, end, last, first_row, query_pos, slopes, kv_head, window,
     stride_k_block, stride_k_slot, stride_k_head,
     stride_v_block, stride_v_slot, stride_v_head,
     qk_scale, cap_scale, cap_log2,
-    MASK: tl.constexpr, DESCRIPTOR: tl.constexpr, CAUSAL: tl.constexpr,
+    MASK: tl.constexpr, LOAD: tl.constexpr, CAUSAL: tl.constexpr,
     HAS_WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_SIZE: tl.constexpr,
     HEAD_SIZE_PADDED: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Fold keys lo..hi (lo a multiple of BLOCK_N) into the running softmax."""
-    ids = page_ids(block_table, lo, start, last, BLOCK_N, BLOCK_SIZE)
+    """Fold keys lo..hi (lo a multiple of BLOCK_N) into the running softmax.
+
+    LOAD says where from: "pointer" or "descriptor" into the paged cache; "new" through
+    descriptors of this step's own keys and values, the request's first in row
+    `first_row`.
+    """
+    ids = 0
+    if LOAD != "new":
+        ids = page_ids(block_table, lo, start, last, BLOCK_N, BLOCK_SIZE)
     for pos in tl.range(lo, hi, BLOCK_N, num_stages=NUM_STAGES):
         key_pos = pos + tl.arange(0, BLOCK_N)
         in_range = keys_in_range(key_pos, start, end, HAS_WINDOW)
-        if DESCRIPTOR:
-            at = [ids, kv_head, pos % BLOCK_SIZE, 0]
+        # A tile at the end is loaded some rows earlier where those are harmless.
+        SHIFT: tl.constexpr = MASK and LOAD == "descriptor" and not HAS_WINDOW
+        if LOAD == "new":
+            at = [first_row + pos, kv_head, 0]
+            k = key_cache.load(at).reshape(BLOCK_N, HEAD_SIZE_PADDED)
+        elif LOAD == "descriptor":
+            shift = 0
+            if SHIFT:
+                shift = past_the_end(pos, end, BLOCK_N)
+                key_pos -= shift
+            at = [ids, kv_head, pos % BLOCK_SIZE - shift, 0]
             k = key_cache.load(at).reshape(BLOCK_N, HEAD_SIZE_PADDED)
         else:
             offsets = tile_offsets(
@@ -162,14 +182,18 @@ def _attend_tiles(
             s, key_pos, query_pos, slopes, qk_scale, cap_scale, cap_log2, SOFTCAP, ALIBI
         )
         if MASK:
-            ok = visible_keys(key_pos, query_pos, end, window, CAUSAL, HAS_WINDOW)
-            s = tl.where(ok, s, MASKED)
+            if SHIFT:
+                # Keys that the shifted tile repeats: out of everybody's sight.
+                key_pos = tl.where(key_pos < pos, end, key_pos)
+            s = mask_scores(
+                s, pos, key_pos, query_pos, end, window, CAUSAL, HAS_WINDOW
+            )
         p, alpha, m_i, l_i = online_softmax(s, m_i, l_i, qk_scale, SOFTCAP or ALIBI)
         l_i += tl.sum(p, 1)
         acc = acc * alpha[:, None]
-        if DESCRIPTOR:
+        if LOAD != "pointer":
             v = value_cache.load(at).reshape(BLOCK_N, HEAD_SIZE_PADDED)
-            if MASK:
+            if MASK and not SHIFT:
                 v = tl.where(in_range[:, None], v, 0.0)
         else:
             offsets = tile_offsets(
@@ -180,15 +204,19 @@ def _attend_tiles(
                 value_cache, offsets, in_range, MASK, HEAD_SIZE, HEAD_SIZE_PADDED
             )
         acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
-        ids = page_ids(block_table, pos + BLOCK_N, start, last, BLOCK_N, BLOCK_SIZE)
+        if LOAD != "new":
+            ids = page_ids(
+                block_table, pos + BLOCK_N, start, last, BLOCK_N, BLOCK_SIZE
+            )
     return acc, m_i, l_i
 
 
 @triton.jit(do_not_specialize=["stride_table", "window"])
 def _prefill_kernel(
     # output and inputs; the caches are pointers, or descriptors of
-    # [num_blocks, num_kv_heads, block_size, head_size]
-    out_ptr, query_ptr, key_cache, value_cache,
+    # [num_blocks, num_kv_heads, block_size, head_size]; key and value, read if
+    # FROM_NEW, are descriptors of [num_tokens, num_kv_heads, head_size]
+    out_ptr, query_ptr, key_cache, value_cache, key, value,
     block_table_ptr, query_start_loc_ptr, seq_lens_ptr, sinks_ptr, slopes_ptr,
     # plan
     header_ptr, tiles_ptr, counts_ptr,
@@ -208,13 +236,12 @@ def _prefill_kernel(
     EMULATE_BF16: tl.constexpr,
     # tile
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PACK: tl.constexpr,
-    LOAD: tl.constexpr, NUM_STAGES: tl.constexpr,
+    LOAD: tl.constexpr, FROM_NEW: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     count_launch(counts_ptr, COUNT_PREFILL)
     tile = tl.program_id(0)
     if tile >= tl.load(header_ptr + 1):
         return
-    DESCRIPTOR: tl.constexpr = LOAD == "descriptor"
     TOKENS: tl.constexpr = BLOCK_M // PACK
 
     seq = tl.load(tiles_ptr + 4 * tile)
@@ -267,38 +294,66 @@ def _prefill_kernel(
     last = tl.maximum(end - 1, 0)
     block_table = block_table_ptr + seq.to(tl.int64) * stride_table
 
+    # Loops over the cache, then over the new tokens: of these two one has no keys.
+    paged_full, paged_end = full, end
+    if FROM_NEW:
+        is_new = context_len == 0
+        paged_full = tl.where(is_new, lo_full, full)
+        paged_end = tl.where(is_new, lo_full, end)
+        new_full = tl.where(is_new, full, lo_full)
+        new_end = tl.where(is_new, end, lo_full)
     if HAS_WINDOW:
         acc, m_i, l_i = _attend_tiles(
             acc, m_i, l_i, q, key_cache, value_cache, block_table,
-            lo, lo_full, start, end, last, query_pos, slopes, kv_head, window,
+            lo, lo_full, start, end, last, q_start, query_pos, slopes, kv_head, window,
             stride_k_block, stride_k_slot, stride_k_head,
             stride_v_block, stride_v_slot, stride_v_head,
             qk_scale, cap_scale, cap_log2,
-            True, DESCRIPTOR, CAUSAL, HAS_WINDOW, SOFTCAP, ALIBI, BLOCK_SIZE, BLOCK_N,
+            True, LOAD, CAUSAL, HAS_WINDOW, SOFTCAP, ALIBI, BLOCK_SIZE, BLOCK_N,
             HEAD_SIZE, HEAD_SIZE_PADDED, NUM_STAGES,
         )  # fmt: skip
     acc, m_i, l_i = _attend_tiles(
         acc, m_i, l_i, q, key_cache, value_cache, block_table,
-        lo_full, full, start, end, last, query_pos, slopes, kv_head, window,
+        lo_full, paged_full, start, end, last, q_start, query_pos, slopes, kv_head, window,
         stride_k_block, stride_k_slot, stride_k_head,
         stride_v_block, stride_v_slot, stride_v_head,
         qk_scale, cap_scale, cap_log2,
-        False, DESCRIPTOR, CAUSAL, HAS_WINDOW, SOFTCAP, ALIBI, BLOCK_SIZE, BLOCK_N,
+        False, LOAD, CAUSAL, HAS_WINDOW, SOFTCAP, ALIBI, BLOCK_SIZE, BLOCK_N,
         HEAD_SIZE, HEAD_SIZE_PADDED, NUM_STAGES,
     )  # fmt: skip
+    if FROM_NEW:
+        acc, m_i, l_i = _attend_tiles(
+            acc, m_i, l_i, q, key, value, block_table,
+            lo_full, new_full, start, end, last, q_start, query_pos, slopes, kv_head, window,
+            stride_k_block, stride_k_slot, stride_k_head,
+            stride_v_block, stride_v_slot, stride_v_head,
+            qk_scale, cap_scale, cap_log2,
+            False, "new", CAUSAL, HAS_WINDOW, SOFTCAP, ALIBI, BLOCK_SIZE, BLOCK_N,
+            HEAD_SIZE, HEAD_SIZE_PADDED, NUM_STAGES,
+        )  # fmt: skip
     # Row numbers from a second copy in memory: keeping the first ones alive across the
     # main loop costs registers that its accumulator needs.
     token = tl.load(tiles_ptr + 4 * tile + 2) + tl.arange(0, BLOCK_M) // PACK
     query_pos = context_len + token
     acc, m_i, l_i = _attend_tiles(
         acc, m_i, l_i, q, key_cache, value_cache, block_table,
-        full, end, start, end, last, query_pos, slopes, kv_head, window,
+        paged_full, paged_end, start, end, last, q_start, query_pos, slopes, kv_head, window,
         stride_k_block, stride_k_slot, stride_k_head,
         stride_v_block, stride_v_slot, stride_v_head,
         qk_scale, cap_scale, cap_log2,
-        True, DESCRIPTOR, CAUSAL, HAS_WINDOW, SOFTCAP, ALIBI, BLOCK_SIZE, BLOCK_N,
+        True, LOAD, CAUSAL, HAS_WINDOW, SOFTCAP, ALIBI, BLOCK_SIZE, BLOCK_N,
         HEAD_SIZE, HEAD_SIZE_PADDED, NUM_STAGES,
     )  # fmt: skip
+    if FROM_NEW:
+        acc, m_i, l_i = _attend_tiles(
+            acc, m_i, l_i, q, key, value, block_table,
+            new_full, new_end, start, end, last, q_start, query_pos, slopes, kv_head, window,
+            stride_k_block, stride_k_slot, stride_k_head,
+            stride_v_block, stride_v_slot, stride_v_head,
+            qk_scale, cap_scale, cap_log2,
+            True, "new", CAUSAL, HAS_WINDOW, SOFTCAP, ALIBI, BLOCK_SIZE, BLOCK_N,
+            HEAD_SIZE, HEAD_SIZE_PADDED, NUM_STAGES,
+        )  # fmt: skip
 
     acc = acc * tl.where(l_i > 0, 1.0 / l_i, 0.0)[:, None]
     rows = tl.arange(0, BLOCK_M)
