@@ -37,6 +37,9 @@ class PagedBatch:
         max_query_len: longest query, or an upper bound.
         max_seq_len: upper bound of seq_lens; the device tensors decide.
         query_start_loc_cpu: optional host copy: grids become exact.
+        no_context: promise that no request with more new tokens than a decode has keys
+            in the cache from before this step; prefill may then read `key` and `value`
+            instead of the cache. A broken promise gives NaN.
         plan: made by AttentionPlanner.plan; None plans (and allocates) in the call.
     """
 
@@ -46,6 +49,7 @@ class PagedBatch:
     max_query_len: int
     max_seq_len: int
     query_start_loc_cpu: torch.Tensor | None = None
+    no_context: bool = False
     plan: AttentionPlan | None = None
 
     def with_plan(self, plan: AttentionPlan) -> PagedBatch:
@@ -122,7 +126,7 @@ def paged_attention(
         batch = _plan_now(query, key_cache, batch, options, config)
         plan = batch.plan
         assert plan is not None
-    elif config is not None and config != plan.planner.config:
+    elif config is not None and config != plan.config:
         raise bad_argument(
             "config",
             "None or the one the plan was made with",
@@ -146,10 +150,15 @@ def paged_attention(
     if plan.num_seqs == 0:
         return out
     common = _common_arguments(query, key_cache, value_cache, batch, options, out)
+    # Prefill waits for nothing that decode does: it may start in decode's last wave.
+    options = plan.config.prefill.options(planner.info.platform)
+    overlap = bool(plan.num_items and options.get("launch_pdl"))
     if plan.num_items:
-        _launch_decode(plan, common)
+        _launch_decode(plan, common, overlap and plan.num_tiles > 0)
     if plan.num_tiles:
-        _launch_prefill(plan, common, key, value)
+        _launch_prefill(plan, common, key, value, overlap)
+    if plan.num_items and plan.may_split:
+        _launch_merge(plan, common, not plan.num_tiles)
     return out
 
 
@@ -190,7 +199,7 @@ def _common_arguments(
         value_cache=value_cache,
         batch=batch,
         inputs=(
-            batch.block_table, batch.query_start_loc, batch.seq_lens, sinks, slopes,
+            batch.block_table, sinks, slopes,
         ),
         strides=(
             *out.stride()[:2], *query.stride()[:2],
@@ -218,9 +227,9 @@ def _common_arguments(
     )  # fmt: skip
 
 
-def _launch_decode(plan: AttentionPlan, common: _Common) -> None:
+def _launch_decode(plan: AttentionPlan, common: _Common, overlap: bool) -> None:
     planner = plan.planner
-    config, merge = planner.config.decode, planner.config.merge
+    config = plan.config.decode
     num_rows = plan.row_blocks * plan.block_m
     # A descriptor cannot leave out keys before a window, whose values may be NaN.
     pointer = common.flags["HAS_WINDOW"]
@@ -232,18 +241,25 @@ def _launch_decode(plan: AttentionPlan, common: _Common) -> None:
         *common.strides, num_rows, *common.scalars,
         **common.flags, NUM_KV_HEADS=planner.num_kv_heads, BLOCK_M=plan.block_m,
         BLOCK_N=config["BLOCK_N"], LOAD=load, NUM_STAGES=config["num_stages"],
-        **config.options(planner.info.platform),
+        OVERLAP=overlap, **config.options(planner.info.platform),
     )  # fmt: skip
-    if not plan.may_split:
-        return
+
+
+def _launch_merge(plan: AttentionPlan, common: _Common, early_start: bool) -> None:
+    planner = plan.planner
+    merge = plan.config.merge
+    num_rows = plan.row_blocks * plan.block_m
     rows = plan.decode_query_len * planner.num_query_heads
+    options = merge.options(planner.info.platform)
+    if not early_start:
+        options.pop("launch_pdl", None)
     _merge_kernel[(plan.num_seqs, rows)](
         common.out, planner.partial, planner.lse, common.batch.query_start_loc,
         planner.splits, planner.counts, *common.strides[:2], num_rows,
         NUM_KV_HEADS=planner.num_kv_heads, NUM_QUERIES_PER_KV=planner.queries_per_kv,
         HEAD_SIZE=planner.head_size, HEAD_SIZE_PADDED=planner.head_size_padded,
         EMULATE_BF16=planner.emulate_bf16, BLOCK_SPLITS=merge["BLOCK_SPLITS"],
-        **merge.options(planner.info.platform),
+        EARLY_START=options.get("launch_pdl", False), **options,
     )  # fmt: skip
 
 
@@ -252,22 +268,26 @@ def _launch_prefill(
     common: _Common,
     key: torch.Tensor | None,
     value: torch.Tensor | None,
+    overlap: bool,
 ) -> None:
     planner = plan.planner
-    config = planner.config.prefill
+    config = plan.config.prefill
+    options = config.options(planner.info.platform)
+    if not overlap:
+        options.pop("launch_pdl", None)
     block_n = config["BLOCK_N"]
     load, key_cache, value_cache = _cache_arguments(common, config, False)
-    new_key, new_value = _new_token_descriptors(common, key, value, config)
-    from_new = new_key is not None
+    if config["LOAD"] == "new" and plan.no_context:
+        new = _new_token_descriptors(common, key, value, block_n)
+        if new is not None:
+            load, (key_cache, value_cache) = "new", new
     pack = config["PACK"]
     _prefill_kernel[(plan.num_tiles, planner.num_query_heads // pack)](
         common.out, common.query, key_cache, value_cache,
-        new_key if from_new else key_cache, new_value if from_new else value_cache,
         *common.inputs, planner.header, planner.tiles, planner.counts,
         *common.strides, *common.scalars,
         **common.flags, BLOCK_M=config["BLOCK_M"], BLOCK_N=block_n, PACK=pack,
-        LOAD=load, FROM_NEW=from_new, NUM_STAGES=config["num_stages"],
-        **config.options(planner.info.platform),
+        LOAD=load, NUM_STAGES=config["num_stages"], OVERLAP=overlap, **options,
     )  # fmt: skip
 
 
@@ -308,25 +328,23 @@ def _new_token_descriptors(
     common: _Common,
     key: torch.Tensor | None,
     value: torch.Tensor | None,
-    config: KernelConfig,
-) -> tuple[Any, Any]:
-    """Descriptors of this step's own keys and values, or (None, None)."""
-    if not config["FROM_NEW"] or key is None or value is None:
-        return None, None
-    if common.flags["HAS_WINDOW"] or key.dtype != common.key_cache.dtype:
-        return None, None
+    block_n: int,
+) -> tuple[Any, Any] | None:
+    """Descriptors of this step's own keys and values, or None if they don't fit."""
+    if key is None or value is None:
+        return None
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    box = [config["BLOCK_N"], 1, common.flags["HEAD_SIZE_PADDED"]]
+    box = [block_n, 1, common.flags["HEAD_SIZE_PADDED"]]
     for tensor in (key, value):
         size = tensor.element_size()
-        aligned = tensor.data_ptr() % 16 == 0
-        if not aligned or any(s * size % 16 for s in tensor.stride()[:2]):
-            return None, None
-    return tuple(
+        if tensor.data_ptr() % 16 or any(s * size % 16 for s in tensor.stride()[:2]):
+            return None
+    key_new, value_new = (
         TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), box)
         for tensor in (key, value)
     )
+    return key_new, value_new
 
 
 def _descriptor(cache: torch.Tensor, block_n: int, head_size_padded: int) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 Value = int | bool | str | None
 # Options that only one platform's compiler knows; the other drops them.
 PLATFORM_OPTIONS = {
-    "cuda": frozenset({"maxnreg"}),
+    "cuda": frozenset({"maxnreg", "launch_pdl"}),
     "hip": frozenset({"waves_per_eu", "matrix_instr_nonkdim", "kpack"}),
     "interpreter": frozenset(),
 }

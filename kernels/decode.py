@@ -42,14 +42,21 @@ def block_m_for(num_rows: int) -> int:
 
 
 def default_config(
-    *, head_size: int, element_size: int, device: DeviceInfo
+    *,
+    head_size: int,
+    element_size: int,
+    block_size: int,
+    device: DeviceInfo,
+    num_programs: int = 1,
 ) -> KernelConfig:
     """A config that is right everywhere and sensible on the architectures we know.
 
     Args:
         head_size: elements per head.
         element_size: bytes per element of query and cache.
+        block_size: tokens per KV block.
         device: what the kernel will run on.
+        num_programs: requests times KV heads, before any of them is cut.
     """
     if device.platform == "interpreter":
         return KernelConfig.of(
@@ -61,11 +68,19 @@ def default_config(
             num_stages=1,
         )
     padded = triton.next_power_of_2(head_size)
-    block_n, num_stages = (64, 3) if element_size == 2 and padded <= 128 else (32, 3)
-    if element_size == 4 and padded >= 128:
-        block_n = 16  # fp32 dots run on the plain ALUs, fully unrolled
+    block_n, num_stages, ctas = (64 if padded <= 128 else 32), 3, 2
+    load = "pointer"
+    if element_size == 4:
+        block_n = 16 if padded >= 128 else 32  # fp32 dots run unrolled on plain ALUs
     elif device.platform == "hip":
-        block_n = 32 if device.arch == "gfx1100" or element_size == 4 else 64
+        block_n = 32 if device.arch == "gfx1100" else 64
+    elif device.arch == "sm90":
+        # A device filled once wants deep pipelines, since nothing else hides the
+        # latency; one filled several times wants many programs in residence.
+        many = num_programs > device.num_units * ctas
+        num_stages, ctas = (2, 4) if many or block_size % block_n else (4, 2)
+        if block_size % block_n == 0:
+            load = "descriptor"
     if device.platform == "hip":
         num_stages = 1
     # Two programs per unit keep enough bytes in flight; both must fit. All stages but
@@ -83,8 +98,8 @@ def default_config(
             break
     return KernelConfig.of(
         BLOCK_N=block_n,
-        LOAD="pointer",
-        CTAS_PER_UNIT=2,
+        LOAD=load,
+        CTAS_PER_UNIT=ctas,
         MIN_CHUNK=2,
         num_warps=4,
         num_stages=num_stages,
@@ -99,7 +114,9 @@ def _shared_elements(block_n: int, padded: int, num_stages: int) -> int:
 
 def default_merge_config(*, device: DeviceInfo) -> KernelConfig:
     """The merge kernel's config: splits read at once, and warps."""
-    return KernelConfig.of(BLOCK_SPLITS=8, num_warps=1)
+    # Hopper can start this launch while the decode kernel drains.
+    early = device.platform == "cuda" and device.arch not in ("sm80",)
+    return KernelConfig.of(BLOCK_SPLITS=8, num_warps=1, launch_pdl=early or None)
 
 
 @triton.jit(do_not_specialize=["stride_table", "window", "num_rows"])
@@ -109,7 +126,7 @@ def _decode_kernel(
     # inputs; the caches are pointers, or descriptors of
     # [num_blocks, num_kv_heads, block_size, head_size]
     query_ptr, key_cache, value_cache,
-    block_table_ptr, query_start_loc_ptr, seq_lens_ptr, sinks_ptr, slopes_ptr,
+    block_table_ptr, sinks_ptr, slopes_ptr,
     # plan
     header_ptr, items_ptr, counts_ptr,
     # strides, in elements
@@ -129,21 +146,26 @@ def _decode_kernel(
     EMULATE_BF16: tl.constexpr,
     # tile
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LOAD: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    NUM_STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     count_launch(counts_ptr, COUNT_DECODE)
+    if OVERLAP:
+        # The prefill launch behind this one may take what these programs leave free.
+        tl.extra.cuda.gdc_launch_dependents()
     DESCRIPTOR: tl.constexpr = LOAD == "descriptor"
     item = tl.program_id(0) // NUM_KV_HEADS
     kv_head = tl.program_id(0) % NUM_KV_HEADS
-    if item >= tl.load(header_ptr):
+    # All that the first loads need stands in the item: one wait instead of three.
+    num_items = tl.load(header_ptr)
+    seq = tl.load(items_ptr + 8 * item)
+    lo = tl.load(items_ptr + 8 * item + 1)
+    hi = tl.load(items_ptr + 8 * item + 2)
+    slot = tl.load(items_ptr + 8 * item + 3)
+    q_start = tl.load(items_ptr + 8 * item + 4)
+    query_len = tl.load(items_ptr + 8 * item + 5)
+    seq_len = tl.load(items_ptr + 8 * item + 6)
+    if item >= num_items:
         return
-    seq = tl.load(items_ptr + 4 * item)
-    lo = tl.load(items_ptr + 4 * item + 1)
-    hi = tl.load(items_ptr + 4 * item + 2)
-    slot = tl.load(items_ptr + 4 * item + 3)
-    q_start = tl.load(query_start_loc_ptr + seq)
-    query_len = tl.load(query_start_loc_ptr + seq + 1) - q_start
-    seq_len = tl.load(seq_lens_ptr + seq)
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     if tl.program_id(1) * BLOCK_M >= query_len * NUM_QUERIES_PER_KV:
         return
@@ -248,21 +270,23 @@ def _merge_kernel(
     HEAD_SIZE: tl.constexpr, HEAD_SIZE_PADDED: tl.constexpr,
     EMULATE_BF16: tl.constexpr,
     # tile
-    BLOCK_SPLITS: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr, EARLY_START: tl.constexpr,
 ):  # fmt: skip
     """Grid (num_seqs, query heads times query tokens): one program per output row."""
     count_launch(counts_ptr, COUNT_MERGE)
     seq = tl.program_id(0)
-    num_splits = tl.load(splits_ptr + 2 * seq + 1)
-    if num_splits == 0:
-        return
     NUM_QUERY_HEADS: tl.constexpr = NUM_KV_HEADS * NUM_QUERIES_PER_KV
     token = tl.program_id(1) // NUM_QUERY_HEADS
     head = tl.program_id(1) % NUM_QUERY_HEADS
-    q_start = tl.load(query_start_loc_ptr + seq)
-    if token >= tl.load(query_start_loc_ptr + seq + 1) - q_start:
-        return
     first_slot = tl.load(splits_ptr + 2 * seq)
+    num_splits = tl.load(splits_ptr + 2 * seq + 1)
+    q_start = tl.load(query_start_loc_ptr + seq)
+    query_len = tl.load(query_start_loc_ptr + seq + 1) - q_start
+    if EARLY_START:
+        # This launch may start before the decode kernel has ended.
+        tl.extra.cuda.gdc_wait()
+    if (num_splits == 0) | (token >= query_len):
+        return
     kv_head = head // NUM_QUERIES_PER_KV
     row = token * NUM_QUERIES_PER_KV + head % NUM_QUERIES_PER_KV
 

@@ -77,6 +77,7 @@ def _plan_kernel(
     """Grid (num_seqs, blocks of BLOCK_TILES prefill tiles): one request each."""
     count_launch(counts_ptr, COUNT_PLAN)
     seq = tl.program_id(0)
+    q_start = tl.load(query_start_loc_ptr + seq)
     query_len, seq_len = _request(query_start_loc_ptr, seq_lens_ptr, seq, num_seqs)
     lanes = tl.arange(0, BLOCK_SEQS)
 
@@ -104,39 +105,56 @@ def _plan_kernel(
             fits = tl.min(tl.where(items <= target_items, sizes, 1 << 30), 0)
             chunk = tl.where(fits < (1 << 30), fits, least)
 
-        # Items and partial-result slots of the requests before this one.
-        items_before = 0
-        slots_before = 0
-        tiles_total = 0
-        for s in range(0, num_seqs, BLOCK_SEQS):
-            q, kv = _request(query_start_loc_ptr, seq_lens_ptr, s + lanes, num_seqs)
-            _, tiles = _key_tiles(q, kv, window, BLOCK_N, HAS_WINDOW)
-            short = (q > 0) & (q <= decode_query_len)
-            parts = tl.where(short, tl.maximum(tl.cdiv(tiles, chunk), 1), 0)
-            before = s + lanes < seq
-            items_before += tl.sum(tl.where(before, parts, 0), 0)
-            slots_before += tl.sum(tl.where(before & (parts > 1), parts, 0), 0)
-            long_tiles = tl.cdiv(q, TILE_TOKENS)
-            tiles_total += tl.sum(tl.where(q > decode_query_len, long_tiles, 0), 0)
-
+        # Every request has one last part and, if it is cut, whole chunks before it.
+        # Whole chunks come first, then the last parts, longest first: what starts
+        # late is short, so that no program runs on alone at the end.
         first, num_tiles = _key_tiles(query_len, seq_len, window, BLOCK_N, HAS_WINDOW)
         short = (query_len > 0) & (query_len <= decode_query_len)
         num_parts = tl.where(short, tl.maximum(tl.cdiv(num_tiles, chunk), 1), 0)
+        last_tiles = num_tiles - (num_parts - 1) * chunk
+        wholes_before = 0
+        wholes_total = 0
+        lasts_before = 0
+        lasts_total = 0
+        slots_before = 0
+        tiles_total = 0
+        for s in range(0, num_seqs, BLOCK_SEQS):
+            i = s + lanes
+            q, kv = _request(query_start_loc_ptr, seq_lens_ptr, i, num_seqs)
+            _, tiles = _key_tiles(q, kv, window, BLOCK_N, HAS_WINDOW)
+            is_short = (q > 0) & (q <= decode_query_len)
+            parts = tl.where(is_short, tl.maximum(tl.cdiv(tiles, chunk), 1), 0)
+            wholes = tl.maximum(parts - 1, 0)
+            rest = tiles - wholes * chunk
+            wholes_total += tl.sum(wholes, 0)
+            wholes_before += tl.sum(tl.where(i < seq, wholes, 0), 0)
+            longer = (rest > last_tiles) | ((rest == last_tiles) & (i < seq))
+            lasts_before += tl.sum((is_short & longer).to(tl.int32), 0)
+            lasts_total += tl.sum(is_short.to(tl.int32), 0)
+            slots_before += tl.sum(tl.where((i < seq) & (parts > 1), parts, 0), 0)
+            long_tiles = tl.cdiv(q, TILE_TOKENS)
+            tiles_total += tl.sum(tl.where(q > decode_query_len, long_tiles, 0), 0)
+
         for p in range(0, num_parts, 32):
             part = p + tl.arange(0, 32)
             ok = part < num_parts
             lo = (first + part * chunk) * BLOCK_N
             hi = tl.minimum(lo + chunk.to(tl.int64) * BLOCK_N, seq_len).to(tl.int32)
             slot = tl.where(num_parts > 1, slots_before + part, -1)
-            item = items_ptr + 4 * (items_before + part)
+            place = wholes_before + part
+            place = tl.where(part < num_parts - 1, place, wholes_total + lasts_before)
+            item = items_ptr + 8 * place
             tl.store(item, seq, mask=ok)
             tl.store(item + 1, lo, mask=ok)
             tl.store(item + 2, hi, mask=ok)
             tl.store(item + 3, slot, mask=ok)
+            tl.store(item + 4, q_start, mask=ok)
+            tl.store(item + 5, query_len, mask=ok)
+            tl.store(item + 6, seq_len, mask=ok)
         tl.store(splits_ptr + 2 * seq, slots_before)
         tl.store(splits_ptr + 2 * seq + 1, tl.where(num_parts > 1, num_parts, 0))
         if seq == num_seqs - 1:
-            tl.store(header_ptr, items_before + num_parts)
+            tl.store(header_ptr, wholes_total + lasts_total)
             tl.store(header_ptr + 1, tiles_total)
 
     if PREFILL:
@@ -160,10 +178,13 @@ def _plan_kernel(
                 later = tl.where(threshold < kv[None, :], later, 0)
                 place += tl.sum(later, 1)
             ok = tile < num_tiles
-            out = tiles_ptr + 4 * place
+            out = tiles_ptr + 8 * place
             tl.store(out, seq, mask=ok)
             tl.store(out + 1, tile * TILE_TOKENS, mask=ok)
             tl.store(out + 2, tile * TILE_TOKENS, mask=ok)
+            tl.store(out + 3, q_start, mask=ok)
+            tl.store(out + 4, query_len, mask=ok)
+            tl.store(out + 5, seq_len, mask=ok)
 
 
 @dataclass
@@ -171,6 +192,7 @@ class AttentionPlan:
     """The plan of one step: buffers the kernels read, and the grids they run with."""
 
     planner: AttentionPlanner
+    config: AttentionConfig
     num_seqs: int
     num_tokens: int  # 0 where only the device knows
     decode_query_len: int
@@ -179,6 +201,7 @@ class AttentionPlan:
     may_split: bool
     row_blocks: int
     block_m: int
+    no_context: bool
 
 
 class AttentionPlanner:
@@ -262,15 +285,46 @@ class AttentionPlanner:
         self.max_num_seqs = max_num_seqs
         self.max_num_tokens = max_num_tokens
         self.max_decode_query_len = max_decode_query_len
-        if config is None:
-            config = default_config(
+        self._fixed = config
+        self._configs: dict[tuple[int, bool], AttentionConfig] = {}
+        if config is not None:
+            self._check_config(config)
+        # The interpreter computes with bf16 as if it were an integer.
+        self.emulate_bf16 = info.platform == "interpreter" and dtype == torch.bfloat16
+        self.counts = counters(self.device)
+        self.checked: set[tuple[object, ...]] = set()
+        self._allocate()
+
+    def config_for(self, num_decodes: int, no_context: bool) -> AttentionConfig:
+        """The config of a step with so many decodes, rounded up to a power of two."""
+        if self._fixed is not None:
+            return self._fixed
+        key = (1 << max(num_decodes - 1, 0).bit_length(), no_context)
+        if key not in self._configs:
+            self._configs[key] = default_config(
                 num_queries_per_kv=self.queries_per_kv,
-                head_size=head_size,
-                dtype=dtype,
-                block_size=block_size,
-                device=info,
+                num_kv_heads=self.num_kv_heads,
+                head_size=self.head_size,
+                dtype=self.dtype,
+                block_size=self.block_size,
+                device=self.info,
+                num_decodes=key[0],
+                no_context=no_context,
             )
-        self.config = config
+        return self._configs[key]
+
+    def configs(self) -> list[AttentionConfig]:
+        """Every config that a step within this planner's limits can get."""
+        powers = range(max(self.max_num_seqs - 1, 0).bit_length() + 1)
+        return list(
+            dict.fromkeys(
+                self.config_for(1 << power, no_context)
+                for power in powers
+                for no_context in (False, True)
+            )
+        )
+
+    def _check_config(self, config: AttentionConfig) -> None:
         _check_config(config)
         pack = config.prefill["PACK"]
         if self.queries_per_kv % pack or pack > config.prefill["BLOCK_M"]:
@@ -281,17 +335,10 @@ class AttentionPlanner:
                 pack,
                 "choose another config",
             )
-        self.tile_tokens: int = config.prefill["BLOCK_M"] // pack
-        self.can_split: bool = config.decode["CTAS_PER_UNIT"] > 0
-        # The interpreter computes with bf16 as if it were an integer.
-        self.emulate_bf16 = info.platform == "interpreter" and dtype == torch.bfloat16
-        self.counts = counters(self.device)
-        self.checked: set[tuple[object, ...]] = set()
-        self._allocate()
 
-    def _target_items(self, row_blocks: int) -> int:
+    def _target_items(self, config: AttentionConfig, row_blocks: int) -> int:
         """Items per KV head that fill the device once."""
-        programs: int = self.info.num_units * self.config.decode["CTAS_PER_UNIT"]
+        programs: int = self.info.num_units * config.decode["CTAS_PER_UNIT"]
         return max(1, programs // (self.num_kv_heads * row_blocks))
 
     def _row_blocks(self, query_len: int) -> tuple[int, int]:
@@ -304,23 +351,27 @@ class AttentionPlanner:
         def ints(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=self.device)
 
+        configs = self.configs()
         lengths = range(1, self.max_decode_query_len + 1)
-        grids = [self._row_blocks(n) for n in lengths]
-        targets = [self._target_items(blocks) for blocks, _ in grids]
-        max_items = max(targets) + self.max_num_seqs
+        most_targets = rows = 0
+        for config in configs:
+            if not _can_split(config):
+                continue
+            for blocks, block_m in {self._row_blocks(n) for n in lengths}:
+                target = self._target_items(config, blocks)
+                most_targets = max(most_targets, target)
+                # A request that is cut has at least two items, and whole chunks in
+                # all but one of them: never more than 2 * target slots.
+                slots = 2 * target * self.num_kv_heads
+                rows = max(rows, slots * blocks * block_m)
         self.header = ints(2)
-        self.items = ints(max_items, 4)
+        self.items = ints(max(1, most_targets + self.max_num_seqs), 8)
         self.splits = ints(self.max_num_seqs, 2)
-        max_tiles = self.max_num_tokens // self.tile_tokens + self.max_num_seqs
-        self.tiles = ints(max_tiles, 4)
-        # A request that is cut has at least two items, and whole chunks in all but
-        # one of them: never more than 2 * target slots.
-        rows = 0
-        if self.can_split:
-            rows = max(
-                2 * target * self.num_kv_heads * blocks * block_m
-                for target, (blocks, block_m) in zip(targets, grids, strict=True)
-            )
+        most_tiles = max(
+            self.max_num_tokens // _tile_tokens(config) + self.max_num_seqs
+            for config in configs
+        )
+        self.tiles = ints(max(1, most_tiles), 8)
         self.partial = torch.empty(
             rows * self.head_size_padded, dtype=torch.float32, device=self.device
         )
@@ -356,9 +407,7 @@ class AttentionPlanner:
             )
         decode_query_len = min(max(batch.max_query_len, 1), self.max_decode_query_len)
         has_prefill = batch.max_query_len > self.max_decode_query_len
-        num_tiles = num_tokens // self.tile_tokens + num_seqs if has_prefill else 0
-        num_decodes = num_seqs
-        exact_tokens = 0
+        num_decodes, exact_tokens, long_lens = num_seqs, 0, None
         if batch.query_start_loc_cpu is not None:
             lens = torch.diff(batch.query_start_loc_cpu)
             exact_tokens = _check_host_lengths(batch, lens, num_tokens)
@@ -366,33 +415,36 @@ class AttentionPlanner:
             decode_query_len = max(1, int((lens * short).max())) if num_seqs else 1
             num_decodes = int(short.sum())
             long_lens = lens[lens > self.max_decode_query_len]
-            num_tiles = int(
-                torch.div(
-                    long_lens + self.tile_tokens - 1,
-                    self.tile_tokens,
-                    rounding_mode="floor",
-                ).sum()
-            )
-            has_prefill = num_tiles > 0
+            has_prefill = long_lens.numel() > 0
+        config = self.config_for(num_decodes, batch.no_context)
+        tile_tokens = _tile_tokens(config)
+        num_tiles = 0
+        if long_lens is not None:
+            num_tiles = int(((long_lens + tile_tokens - 1) // tile_tokens).sum())
+        elif has_prefill:
+            num_tiles = num_tokens // tile_tokens + num_seqs
         row_blocks, block_m = self._row_blocks(decode_query_len)
-        target = self._target_items(row_blocks)
+        target = self._target_items(config, row_blocks)
+        can_split = _can_split(config)
         plan = AttentionPlan(
             planner=self,
+            config=config,
             num_seqs=num_seqs,
             num_tokens=exact_tokens,
             decode_query_len=decode_query_len,
-            num_items=num_decodes + target if self.can_split else num_decodes,
+            num_items=num_decodes + target if can_split else num_decodes,
             num_tiles=num_tiles,
-            may_split=self.can_split,
+            may_split=can_split,
             row_blocks=row_blocks,
             block_m=block_m,
+            no_context=batch.no_context,
         )
         if num_decodes == 0:
             plan.num_items, plan.may_split = 0, False
         if num_seqs:
             tile_blocks = 1
             if has_prefill:
-                most = triton.cdiv(batch.max_query_len, self.tile_tokens)
+                most = triton.cdiv(batch.max_query_len, tile_tokens)
                 tile_blocks = triton.cdiv(most, _BLOCK_TILES)
             self._launch(batch, plan, target, has_prefill, tile_blocks)
         return batch.with_plan(plan)
@@ -407,17 +459,28 @@ class AttentionPlanner:
     ) -> None:
         # What separates decodes from prefills is the fixed limit, not the longest
         # decode of this step: a request may only ever land on one side.
-        config = self.config.decode
+        config = plan.config.decode
         _plan_kernel[(plan.num_seqs, tile_blocks)](
             self.header, self.items, self.splits, self.tiles, self.counts,
             batch.query_start_loc, batch.seq_lens,
             plan.num_seqs, self.max_decode_query_len, self.sliding_window or 0, target,
-            HAS_WINDOW=self.sliding_window is not None, SPLIT=self.can_split,
+            HAS_WINDOW=self.sliding_window is not None, SPLIT=_can_split(plan.config),
             PREFILL=has_prefill,
             BLOCK_N=config["BLOCK_N"], MIN_CHUNK=config["MIN_CHUNK"],
-            TILE_TOKENS=self.tile_tokens,
+            TILE_TOKENS=_tile_tokens(plan.config),
             BLOCK_SEQS=_BLOCK_SEQS, RANK_SEQS=_RANK_SEQS, BLOCK_TILES=_BLOCK_TILES,
         )  # fmt: skip
+
+
+def _tile_tokens(config: AttentionConfig) -> int:
+    """Query tokens of one prefill tile."""
+    tokens: int = config.prefill["BLOCK_M"] // config.prefill["PACK"]
+    return tokens
+
+
+def _can_split(config: AttentionConfig) -> bool:
+    split: bool = config.decode["CTAS_PER_UNIT"] > 0
+    return split
 
 
 def _check_numbers(numbers: dict[str, tuple[int, int, int | None]]) -> None:
@@ -455,12 +518,15 @@ def _check_config(config: AttentionConfig) -> None:
                 raise bad_argument(
                     f"config.{kernel} {name}", kind, repr(value), "correct the config"
                 )
-    for kernel in ("prefill", "decode"):
+    for kernel, kinds in (
+        ("prefill", ("pointer", "descriptor", "new")),
+        ("decode", ("pointer", "descriptor")),
+    ):
         load = getattr(config, kernel).get("LOAD")
-        if load not in ("pointer", "descriptor"):
+        if load not in kinds:
             raise bad_argument(
                 f"config.{kernel} LOAD",
-                "pointer or descriptor",
+                " or ".join(kinds),
                 repr(load),
                 "correct the config",
             )
@@ -509,8 +575,19 @@ def default_config(
     dtype: torch.dtype,
     block_size: int,
     device: DeviceInfo,
+    num_kv_heads: int = 1,
+    num_decodes: int = 1,
+    no_context: bool = False,
 ) -> AttentionConfig:
-    """The safe default of every kernel that `paged_attention` launches."""
+    """The safe default of every kernel that `paged_attention` launches.
+
+    Args:
+        num_queries_per_kv, head_size, dtype, block_size: of the layers.
+        device: what the kernels will run on.
+        num_kv_heads: of this rank.
+        num_decodes: requests of a step that take the decode kernel.
+        no_context: as in PagedBatch.
+    """
     element_size = torch.empty((), dtype=dtype).element_size()
     return AttentionConfig(
         prefill=prefill.default_config(
@@ -519,9 +596,14 @@ def default_config(
             element_size=element_size,
             block_size=block_size,
             device=device,
+            no_context=no_context,
         ),
         decode=decode.default_config(
-            head_size=head_size, element_size=element_size, device=device
+            head_size=head_size,
+            element_size=element_size,
+            block_size=block_size,
+            device=device,
+            num_programs=num_decodes * num_kv_heads,
         ),
         merge=decode.default_merge_config(device=device),
     )

@@ -56,6 +56,7 @@ def default_config(
     element_size: int,
     block_size: int,
     device: DeviceInfo,
+    no_context: bool = False,
 ) -> KernelConfig:
     """A config that is right everywhere and sensible on the architectures we know.
 
@@ -65,12 +66,13 @@ def default_config(
         element_size: bytes per element of query and cache.
         block_size: tokens per KV block.
         device: what the kernel will run on.
+        no_context: nothing is cached; the step's own keys and values are all there is.
     """
     padded = triton.next_power_of_2(head_size)
     block_m, block_n, num_warps = _TILES.get(device.arch, _SMALL_TILE)
     num_stages = 2 if device.platform == "cuda" else 1
     pack = max(p for p in (1, 2, 4) if num_queries_per_kv % p == 0)
-    load, from_new, maxnreg = "pointer", False, None
+    load, maxnreg = "pointer", None
     if device.platform == "interpreter":
         pack = num_queries_per_kv if num_queries_per_kv <= block_m else 1
     elif element_size == 4:
@@ -81,16 +83,20 @@ def default_config(
     elif padded > 128 and device.arch not in ("sm90", "sm100"):
         block_m, block_n, num_warps = 64, min(block_n, 32), 4
     elif device.limits.has_tensor_descriptors and device.arch == "sm90":
-        if block_size % block_n == 0 and padded <= 128:
-            # Two blocks of 4 warps per SM: one computes while the other waits.
-            load, num_warps, pack = "descriptor", 4, min(pack, 2)
-        elif block_size % block_n == 0:
-            load, pack = "descriptor", min(pack, 2)
+        pack = min(pack, 2)
+        if block_size % block_n == 0:
+            load = "descriptor"
+        elif no_context:
+            load = "new"
+        if padded > 128:
+            pass
+        elif load == "pointer":
+            # Addresses cost registers: more warps, as many as let two programs of
+            # a unit take turns.
+            maxnreg = 128
         else:
-            # Tiles of new tokens are contiguous whatever the block size.
-            from_new = True
-            if padded <= 128:
-                maxnreg = 128
+            # Two programs of 4 warps per unit: one computes while the other waits.
+            num_warps = 4
     limit = device.limits.shared_bytes_per_block
     while (
         _shared_elements(block_m, block_n, padded, num_stages, device) * element_size
@@ -111,12 +117,12 @@ def default_config(
         BLOCK_N=block_n,
         PACK=pack,
         LOAD=load,
-        FROM_NEW=from_new,
         num_warps=num_warps,
         num_stages=num_stages,
         maxnreg=maxnreg,
         matrix_instr_nonkdim=16,
         waves_per_eu=2 if device.arch == "gfx1100" else 0,
+        launch_pdl=device.arch == "sm90" or None,
     )
 
 
@@ -214,10 +220,10 @@ def _attend_tiles(
 @triton.jit(do_not_specialize=["stride_table", "window"])
 def _prefill_kernel(
     # output and inputs; the caches are pointers, or descriptors of
-    # [num_blocks, num_kv_heads, block_size, head_size]; key and value, read if
-    # FROM_NEW, are descriptors of [num_tokens, num_kv_heads, head_size]
-    out_ptr, query_ptr, key_cache, value_cache, key, value,
-    block_table_ptr, query_start_loc_ptr, seq_lens_ptr, sinks_ptr, slopes_ptr,
+    # [num_blocks, num_kv_heads, block_size, head_size]; with LOAD "new" descriptors of
+    # this step's own keys and values, [num_tokens, num_kv_heads, head_size]
+    out_ptr, query_ptr, key_cache, value_cache,
+    block_table_ptr, sinks_ptr, slopes_ptr,
     # plan
     header_ptr, tiles_ptr, counts_ptr,
     # strides, in elements
@@ -236,19 +242,23 @@ def _prefill_kernel(
     EMULATE_BF16: tl.constexpr,
     # tile
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PACK: tl.constexpr,
-    LOAD: tl.constexpr, FROM_NEW: tl.constexpr, NUM_STAGES: tl.constexpr,
+    LOAD: tl.constexpr, NUM_STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     count_launch(counts_ptr, COUNT_PREFILL)
     tile = tl.program_id(0)
-    if tile >= tl.load(header_ptr + 1):
+    # All that the first loads need stands in the tile: one wait instead of three.
+    num_tiles = tl.load(header_ptr + 1)
+    seq = tl.load(tiles_ptr + 8 * tile)
+    first_token = tl.load(tiles_ptr + 8 * tile + 1)
+    q_start = tl.load(tiles_ptr + 8 * tile + 3)
+    query_len = tl.load(tiles_ptr + 8 * tile + 4)
+    seq_len = tl.load(tiles_ptr + 8 * tile + 5)
+    if tile >= num_tiles:
+        if OVERLAP:
+            tl.extra.cuda.gdc_wait()
         return
     TOKENS: tl.constexpr = BLOCK_M // PACK
 
-    seq = tl.load(tiles_ptr + 4 * tile)
-    first_token = tl.load(tiles_ptr + 4 * tile + 1)
-    q_start = tl.load(query_start_loc_ptr + seq)
-    query_len = tl.load(query_start_loc_ptr + seq + 1) - q_start
-    seq_len = tl.load(seq_lens_ptr + seq)
     context_len = seq_len - query_len
     first_head = tl.program_id(1) * PACK
     kv_head = first_head // NUM_QUERIES_PER_KV
@@ -294,14 +304,6 @@ def _prefill_kernel(
     last = tl.maximum(end - 1, 0)
     block_table = block_table_ptr + seq.to(tl.int64) * stride_table
 
-    # Loops over the cache, then over the new tokens: of these two one has no keys.
-    paged_full, paged_end = full, end
-    if FROM_NEW:
-        is_new = context_len == 0
-        paged_full = tl.where(is_new, lo_full, full)
-        paged_end = tl.where(is_new, lo_full, end)
-        new_full = tl.where(is_new, full, lo_full)
-        new_end = tl.where(is_new, end, lo_full)
     if HAS_WINDOW:
         acc, m_i, l_i = _attend_tiles(
             acc, m_i, l_i, q, key_cache, value_cache, block_table,
@@ -314,48 +316,33 @@ def _prefill_kernel(
         )  # fmt: skip
     acc, m_i, l_i = _attend_tiles(
         acc, m_i, l_i, q, key_cache, value_cache, block_table,
-        lo_full, paged_full, start, end, last, q_start, query_pos, slopes, kv_head, window,
+        lo_full, full, start, end, last, q_start, query_pos, slopes, kv_head, window,
         stride_k_block, stride_k_slot, stride_k_head,
         stride_v_block, stride_v_slot, stride_v_head,
         qk_scale, cap_scale, cap_log2,
         False, LOAD, CAUSAL, HAS_WINDOW, SOFTCAP, ALIBI, BLOCK_SIZE, BLOCK_N,
         HEAD_SIZE, HEAD_SIZE_PADDED, NUM_STAGES,
     )  # fmt: skip
-    if FROM_NEW:
-        acc, m_i, l_i = _attend_tiles(
-            acc, m_i, l_i, q, key, value, block_table,
-            lo_full, new_full, start, end, last, q_start, query_pos, slopes, kv_head, window,
-            stride_k_block, stride_k_slot, stride_k_head,
-            stride_v_block, stride_v_slot, stride_v_head,
-            qk_scale, cap_scale, cap_log2,
-            False, "new", CAUSAL, HAS_WINDOW, SOFTCAP, ALIBI, BLOCK_SIZE, BLOCK_N,
-            HEAD_SIZE, HEAD_SIZE_PADDED, NUM_STAGES,
-        )  # fmt: skip
     # Row numbers from a second copy in memory: keeping the first ones alive across the
     # main loop costs registers that its accumulator needs.
-    token = tl.load(tiles_ptr + 4 * tile + 2) + tl.arange(0, BLOCK_M) // PACK
+    token = tl.load(tiles_ptr + 8 * tile + 2) + tl.arange(0, BLOCK_M) // PACK
     query_pos = context_len + token
     acc, m_i, l_i = _attend_tiles(
         acc, m_i, l_i, q, key_cache, value_cache, block_table,
-        paged_full, paged_end, start, end, last, q_start, query_pos, slopes, kv_head, window,
+        full, end, start, end, last, q_start, query_pos, slopes, kv_head, window,
         stride_k_block, stride_k_slot, stride_k_head,
         stride_v_block, stride_v_slot, stride_v_head,
         qk_scale, cap_scale, cap_log2,
         True, LOAD, CAUSAL, HAS_WINDOW, SOFTCAP, ALIBI, BLOCK_SIZE, BLOCK_N,
         HEAD_SIZE, HEAD_SIZE_PADDED, NUM_STAGES,
     )  # fmt: skip
-    if FROM_NEW:
-        acc, m_i, l_i = _attend_tiles(
-            acc, m_i, l_i, q, key, value, block_table,
-            new_full, new_end, start, end, last, q_start, query_pos, slopes, kv_head, window,
-            stride_k_block, stride_k_slot, stride_k_head,
-            stride_v_block, stride_v_slot, stride_v_head,
-            qk_scale, cap_scale, cap_log2,
-            True, "new", CAUSAL, HAS_WINDOW, SOFTCAP, ALIBI, BLOCK_SIZE, BLOCK_N,
-            HEAD_SIZE, HEAD_SIZE_PADDED, NUM_STAGES,
-        )  # fmt: skip
 
-    acc = acc * tl.where(l_i > 0, 1.0 / l_i, 0.0)[:, None]
+    scale = tl.where(l_i > 0, 1.0 / l_i, 0.0)
+    if LOAD == "new":
+        # Cached keys were promised not to exist. Where they do, nothing but NaN may
+        # come out.
+        scale = tl.where(context_len == 0, scale, float("nan"))
+    acc = acc * scale[:, None]
     rows = tl.arange(0, BLOCK_M)
     head = first_head + rows % PACK
     row_mask = (token < query_len) & (rows < TOKENS * PACK)
@@ -368,3 +355,6 @@ def _prefill_kernel(
         round_to(acc, out_ptr.dtype.element_ty, EMULATE_BF16),
         mask=io_mask,
     )
+    if OVERLAP:
+        # What comes after this launch counts on the decode kernel's results too.
+        tl.extra.cuda.gdc_wait()

@@ -76,10 +76,17 @@ def check(planner, seqs, device, **arguments):
     num_items, num_tiles = header
     assert num_items <= min(made.num_items, len(items))
     assert num_tiles <= min(made.num_tiles, len(tiles))
-    block_n = planner.config.decode["BLOCK_N"]
+    block_n = made.config.decode["BLOCK_N"]
+    tile_tokens = made.config.prefill["BLOCK_M"] // made.config.prefill["PACK"]
+    starts = [0, *itertools.accumulate(query_len for query_len, _ in seqs)]
     ranges = {}
-    for seq, lo, hi, slot in items[:num_items]:
+    for seq, lo, hi, slot, *request in items[:num_items]:
         ranges.setdefault(seq, []).append((lo, hi, slot))
+        assert request[:3] == [starts[seq], *seqs[seq]]
+    for mine in ranges.values():
+        mine.sort()
+    sizes = [-(-(hi - lo) // block_n) for _, lo, hi, *_ in items[:num_items]]
+    assert sizes == sorted(sizes, reverse=True), "items are not longest first"
     slots = []
     for i, (query_len, seq_len) in enumerate(seqs):
         mine = ranges.pop(i, [])
@@ -113,15 +120,17 @@ def check(planner, seqs, device, **arguments):
         (i, first)
         for i, (query_len, _) in enumerate(seqs)
         if query_len > planner.max_decode_query_len
-        for first in range(0, query_len, planner.tile_tokens)
+        for first in range(0, query_len, tile_tokens)
     }
     assert len(expected) == num_tiles
-    assert {(seq, first) for seq, first, _, _ in tiles[:num_tiles]} == expected
-    assert all(first == again for _, first, again, _ in tiles[:num_tiles])
+    assert {(seq, first) for seq, first, *_ in tiles[:num_tiles]} == expected
+    assert all(first == again for _, first, again, *_ in tiles[:num_tiles])
+    for seq, _, _, *request in tiles[:num_tiles]:
+        assert request[:3] == [starts[seq], *seqs[seq]]
     if planner.causal:
         ends = [
-            min(seqs[s][1], seqs[s][1] - seqs[s][0] + first + planner.tile_tokens)
-            for s, first, _, _ in tiles[:num_tiles]
+            min(seqs[s][1], seqs[s][1] - seqs[s][0] + first + tile_tokens)
+            for s, first, *_ in tiles[:num_tiles]
         ]
         assert ends == sorted(ends, reverse=True), "tiles are not longest first"
 
@@ -187,9 +196,9 @@ def test_loose_bounds_plan_the_same_work(device):
 # vllm#48076, #47520: whether to split was decided by the batch size alone.
 def test_splitting_follows_lengths_and_batch_together(device):
     planner = make_planner((8, 2), device)
-    target = planner._target_items(1)
-    _, header, *_ = plan(planner, [(1, 20000)], device)
-    config = planner.config.decode
+    made, header, *_ = plan(planner, [(1, 20000)], device)
+    target = planner._target_items(made.config, 1)
+    config = made.config.decode
     full = min(target, 20000 // config["BLOCK_N"] // config["MIN_CHUNK"])
     assert full // 2 <= header[0] <= target, "one long request fills the device"
     _, header, *_ = plan(planner, [(1, 32)] * 3, device)
@@ -200,7 +209,7 @@ def test_splitting_follows_lengths_and_batch_together(device):
     assert header[0] <= 50 + target
     lens = [(1, 20000)] + [(1, 100)] * 8
     _, header, items, *_ = plan(planner, lens, device)
-    parts = [hi - lo for seq, lo, hi, _ in items[: header[0]] if seq == 0]
+    parts = [hi - lo for seq, lo, hi, *_ in items[: header[0]] if seq == 0]
     assert len(parts) > 4, "one long request among short ones is cut"
 
 
