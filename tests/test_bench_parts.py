@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the benchmark is made of: results and tables, stopwatches, shapes and inputs."""
+
+import json
+import math
+
+import pytest
+
+from portable_backend.bench.markdown import format_report
+from portable_backend.bench.results import Report, Result, Row, geometric_means
+
+# ----------------------------------------------------------------- results and tables
+
+
+def result(time_us=None, **values):
+    return Result(time_us=time_us, p20_us=time_us, p80_us=time_us, **values)
+
+
+@pytest.fixture
+def report():
+    """Made by hand: a copy at 4000 GB/s, one win, one loss, one wrong kernel."""
+
+    def row(name, group, ours, fa3, **values):
+        results = {"fa3": fa3, "portable": ours}
+        fields = {"heads": "32/8", "block_size": 64}
+        return Row("attention", name, group, fields, results=results, **values)
+
+    rows = [
+        Row("copy", "copy", "roof", num_bytes=4e9, results={"torch": result(1000.0)}),
+        Row("matmul", "matmul", "roof", flops=8e11, results={"torch": result(1000.0)}),
+        row("decode 1x2", "decode", result(10.0, error=2e-3), result(20.0),
+            num_bytes=2e7),
+        row("decode 3x4", "decode", result(10.0), result(5.0), baseline="decode 1x2"),
+        row("prefill 5x6", "prefill", result(100.0), result(80.0), flops=4e10),
+        row("prefill 7x8", "prefill", result(error=0.1, wrong=True), result(9.0)),
+        row("prefill 9x9", "prefill", result(7.0), result(reason="no | such kernel")),
+    ]  # fmt: skip
+    return Report(
+        {"gpu": "Made Up 1", "commit": "abc1234"},
+        rows,
+        {"vllm": "not installed"},
+        {"norm tokens=1": "no time left"},
+    )
+
+
+def cells(markdown, first):
+    """The cells of the table line that begins with `first`."""
+    lines = [line for line in markdown.splitlines() if line.startswith(f"| {first} |")]
+    assert len(lines) == 1, lines
+    return [cell.strip() for cell in lines[0].strip("|").split(" | ")]
+
+
+def test_markdown_shows_times_ratios_and_rates(report):
+    markdown = format_report(report)
+    columns = ["work", "heads", "block size", "ours, us", "FA3, us", "FA3 / ours"]
+    columns += ["error", "rate", "of roof", "ours / plain"]
+    assert f"| {' | '.join(columns)} |" in markdown
+    assert cells(markdown, "decode 1x2") == [
+        "decode 1x2", "32/8", "64", "10.0", "20.0", "2.00", "2e-03", "2000 GB/s",
+        "50%", "",
+    ]  # fmt: skip
+    assert cells(markdown, "prefill 5x6")[-3:] == ["400 TF/s", "50%", ""]
+    assert cells(markdown, "gpu") == ["gpu", "Made Up 1"]
+    assert cells(markdown, "measured copy") == ["measured copy", "4000 GB/s"]
+
+
+def test_markdown_marks_losses_and_compares_with_the_plain_shape(report):
+    markdown = format_report(report)
+    assert cells(markdown, "decode 3x4")[5:] == ["**0.50**", "", "", "", "1.00"]
+    slower = markdown.split("## Where ours is slower (2)")[1]
+    assert slower.index(
+        "- 0.50 to FA3: attention decode 3x4 heads=32/8"
+    ) < slower.index("- 0.80 to FA3: attention prefill 5x6")
+
+
+def test_markdown_averages_ratios_by_group(report):
+    markdown = format_report(report)
+    # sqrt(2 * 0.5), and the one prefill that has both times.
+    assert cells(markdown, "attention: decode") == ["attention: decode", "2", "1.00"]
+    expected = ["attention: prefill", "1", "**0.80**"]
+    assert cells(markdown, "attention: prefill") == expected
+    means = geometric_means(report.rows)
+    assert means["attention: decode"]["fa3"] == (pytest.approx(1.0), 2)
+
+
+def test_a_wrong_result_has_neither_time_nor_ratio(report):
+    markdown = format_report(report)
+    wrong = cells(markdown, "prefill 7x8")
+    assert wrong[3:6] == ["WRONG, error 1.0e-01", "9.0", ""]
+    assert "## FAILED (1)\n\n- ours, attention prefill 7x8" in markdown
+    assert report.failed
+
+
+def test_a_failure_of_another_kernel_is_shown_and_is_not_ours(report):
+    markdown = format_report(report)
+    assert r"no \| such kernel" in markdown
+    report.rows = [row for row in report.rows if row.name != "prefill 7x8"]
+    assert not report.failed
+
+
+def test_markdown_lists_what_is_missing(report):
+    markdown = format_report(report)
+    assert "## Could not take part\n\n- vllm: not installed" in markdown
+    assert "## Left out\n\n- norm tokens=1: no time left" in markdown
+
+
+def test_json_holds_numbers_only_where_there_are_some(report):
+    report.rows[3].results["portable"].judge(math.nan, 5e-3)
+    data = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    decode = data["rows"][2]
+    assert decode["results"]["portable"]["gbps"] == pytest.approx(2000)
+    assert decode["roof_share"] == pytest.approx(0.5)
+    not_finite = data["rows"][3]
+    assert not_finite["results"]["portable"]["error"] is None
+    assert not_finite["results"]["portable"]["wrong"]
+    assert not_finite["failed"]
+
+
+@pytest.mark.parametrize(
+    ("errors", "wrong"),
+    [
+        ((1e-3,), False),
+        ((1e-3, 6e-3), True),
+        ((6e-3, 1e-3), True),
+        ((math.nan, 1e-3), True),
+        ((1e-3, math.nan), True),
+        ((None,), False),
+    ],
+)
+def test_the_worst_of_several_errors_counts_and_nan_is_the_worst(errors, wrong):
+    judged = Result()
+    for error in errors:
+        judged.judge(error, 5e-3)
+    assert judged.wrong == wrong
