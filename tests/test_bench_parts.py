@@ -3,6 +3,7 @@
 
 import json
 import math
+import types
 
 import pytest
 
@@ -132,3 +133,136 @@ def test_the_worst_of_several_errors_counts_and_nan_is_the_worst(errors, wrong):
     for error in errors:
         judged.judge(error, 5e-3)
     assert judged.wrong == wrong
+
+
+# ---------------------------------------------------------------------------- timing
+
+
+class FakeGpu:
+    """A clock in place of a GPU: graphs that take a known time, events that read it."""
+
+    def __init__(self, monkeypatch, spans_us):
+        from portable_backend.bench import timing
+
+        self.now_us, self.replayed = 0.0, []
+        self.spans_us = spans_us
+        monkeypatch.setattr(timing, "_event", lambda: FakeEvent(self))
+        monkeypatch.setattr(timing, "capture", self.capture)
+        monkeypatch.setattr(timing.torch.cuda, "synchronize", lambda: None)
+
+    def capture(self, calls):
+        return FakeGraph(self, calls[0]()), 10
+
+
+class FakeGraph:
+    def __init__(self, gpu, name):
+        self.gpu, self.name = gpu, name
+
+    def replay(self):
+        self.gpu.replayed.append(self.name)
+        self.gpu.now_us += self.gpu.spans_us[self.name][
+            self.gpu.replayed.count(self.name) % 3
+        ]
+
+
+class FakeEvent:
+    def __init__(self, gpu):
+        self.gpu = gpu
+
+    def record(self):
+        self.at_us = self.gpu.now_us
+
+    def elapsed_time(self, end):
+        return (end.at_us - self.at_us) / 1e3
+
+
+def run_race(verify=lambda: 0.0, recheck=None):
+    import torch
+
+    from portable_backend.bench.timing import Contestant, race
+
+    def fails():
+        raise NotImplementedError("not this shape\nand more")
+
+    makers = {
+        "a": lambda: Contestant([lambda: "a"], lambda: 0.0),
+        "b": lambda: Contestant([lambda: "b"], verify, recheck=recheck),
+        "c": fails,
+    }
+    return race(makers, device=torch.device("cuda"), rounds=3, limit=0.1)
+
+
+def test_replays_take_turns_and_the_median_counts(monkeypatch):
+    gpu = FakeGpu(monkeypatch, {"a": [100, 200, 600], "b": [50, 50, 50]})
+    results = run_race()
+    # One replay of each to upload it; then each round starts with the next one.
+    assert gpu.replayed == [*"ab", *"ab", *"ba", *"ab"]
+    assert (results["a"].time_us, results["a"].calls) == (20.0, 10)
+    assert (results["a"].p20_us, results["a"].p80_us) == (10.0, 60.0)
+    assert results["b"].time_us == 5.0
+
+
+def test_a_kernel_that_fails_leaves_the_others_their_times(monkeypatch):
+    FakeGpu(monkeypatch, {"a": [1, 1, 1], "b": [1, 1, 1]})
+    results = run_race()
+    assert results["c"] == Result(reason="NotImplementedError: not this shape")
+    assert results["a"].time_us
+
+
+def test_a_wrong_kernel_is_never_timed(monkeypatch):
+    gpu = FakeGpu(monkeypatch, {"a": [1, 1, 1], "b": [1, 1, 1]})
+    assert run_race(verify=lambda: 0.2)["b"] == Result(error=0.2, wrong=True)
+    assert "b" not in gpu.replayed
+
+
+def test_a_graph_that_goes_wrong_when_replayed_loses_its_time(monkeypatch):
+    FakeGpu(monkeypatch, {"a": [1, 1, 1], "b": [1, 1, 1]})
+    wrong = run_race(recheck=lambda: math.nan)["b"]
+    assert wrong.wrong
+    assert wrong.time_us is wrong.p20_us is wrong.p80_us is None
+
+
+def test_the_hosts_time_is_the_time_of_the_calls_alone(monkeypatch):
+    import torch
+
+    from portable_backend.bench import timing
+
+    gpu, calls = FakeGpu(monkeypatch, {}), []
+
+    def call():
+        gpu.now_us += 3.0
+        calls.append(gpu.now_us)
+
+    def wait():
+        gpu.now_us += 1000.0
+
+    monkeypatch.setattr(timing.torch.cuda, "synchronize", wait)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: gpu.now_us / 1e6)
+    results = timing.race_on_host(
+        {"a": lambda: call}, device=torch.device("cuda"), rounds=4, calls=50
+    )
+    assert results["a"].time_us == pytest.approx(3.0)
+    assert len(calls) == 3 + 4 * 50
+
+
+@pytest.mark.parametrize(
+    ("eager_us", "graph_us", "num_layers", "count"),
+    [
+        (2000.0, None, 1, 1),  # longer than a span
+        (300.0, None, 1, 3),
+        (40.0, 8 * 10.0, 1, 100),  # the eager call was the host's time
+        (40.0, 8 * 0.5, 1, 200),  # as many as a graph may hold
+        (40.0, 8 * 10.0, 7, 105),  # every layer equally often
+    ],
+)
+def test_a_span_holds_about_a_millisecond_of_calls(
+    eager_us, graph_us, num_layers, count, monkeypatch
+):
+    from portable_backend.bench import timing
+
+    graph = types.SimpleNamespace(replay=lambda: None)
+    calls = [lambda: None] * num_layers
+    elapsed = {calls[0]: eager_us, graph.replay: graph_us}
+    monkeypatch.setattr(timing, "_graph_of", lambda calls, count: graph)
+    monkeypatch.setattr(timing, "_elapsed_us", elapsed.__getitem__)
+    assert timing.capture(calls) == (graph, count)
