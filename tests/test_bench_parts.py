@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the benchmark is made of: results and tables, stopwatches, shapes and inputs."""
 
+import dataclasses
 import json
 import math
 import types
@@ -266,3 +267,98 @@ def test_a_span_holds_about_a_millisecond_of_calls(
     monkeypatch.setattr(timing, "_graph_of", lambda calls, count: graph)
     monkeypatch.setattr(timing, "_elapsed_us", elapsed.__getitem__)
     assert timing.capture(calls) == (graph, count)
+
+
+# ---------------------------------------------------------------- shapes and inputs
+
+
+def visible_pairs(shape):
+    """(query, key) pairs and keys reached, one by one."""
+    pairs, keys = 0, 0
+    for query_len, seq_len in zip(shape.query_lens, shape.seq_lens, strict=True):
+        reached = set()
+        for position in range(seq_len - query_len, seq_len):
+            first = max(0, position + 1 - (shape.sliding_window or seq_len))
+            pairs += position + 1 - first
+            reached |= set(range(first, position + 1))
+        keys += len(reached)
+    return pairs, keys
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 20, 26, 27, 100])
+def test_work_is_what_the_masks_leave(window):
+    from portable_backend.bench.shapes import AttentionShape
+
+    shape = AttentionShape(
+        "", "", (1, 7, 20), (1, 26, 20), (4, 2), 32, sliding_window=window
+    )
+    pairs, keys = visible_pairs(shape)
+    assert shape.flops == 4 * 4 * 32 * pairs
+    assert shape.num_bytes == 2 * 32 * (2 * 2 * keys + 2 * 4 * 28)
+
+
+def test_labels_are_distinct_within_a_suite():
+    from portable_backend.bench import shapes
+
+    for make in (
+        shapes.attention_shapes,
+        lambda: shapes.geometry_shapes(every=True),
+        shapes.feature_shapes,
+    ):
+        found = [(shape.name, *shape.fields.values()) for shape in make()]
+        assert len(found) == len(set(found))
+
+
+def test_every_feature_has_its_plain_shape_in_the_list():
+    from portable_backend.bench.shapes import feature_shapes
+
+    shapes = feature_shapes()
+    plain = {shape.name for shape in shapes if shape.baseline is None}
+    featured = [shape.baseline for shape in shapes if shape.baseline is not None]
+    assert len(featured) == 11
+    assert set(featured) <= plain
+
+
+@pytest.fixture
+def mixed_inputs():
+    import torch
+
+    from portable_backend.bench.inputs import make_inputs
+    from portable_backend.bench.shapes import attention_shapes
+
+    shape = attention_shapes(tiny=True)[1]
+    shape = dataclasses.replace(shape, sliding_window=9, sinks=True)
+    return make_inputs(shape, torch.device("cpu"), layout="packed", num_layers=2)
+
+
+def test_the_oracle_may_be_taken_in_parts(monkeypatch, mixed_inputs):
+    import torch
+
+    from portable_backend.bench import inputs
+    from portable_backend.kernels.reference import paged_attention_reference
+
+    batch = mixed_inputs.batch(lengths_on_host=False)
+    mixed_inputs.fill_unused(math.nan)
+    caches, options = mixed_inputs.caches[0], mixed_inputs.options
+    whole = paged_attention_reference(mixed_inputs.query, *caches, batch, options)
+    monkeypatch.setattr(inputs, "_ORACLE_SCORES", 500)
+    torch.testing.assert_close(inputs.oracle(mixed_inputs), whole)
+
+
+def test_unused_slots_are_all_that_no_token_owns(mixed_inputs):
+    shape, cache = mixed_inputs.shape, mixed_inputs.caches[0][0]
+    for value_or_key in mixed_inputs.caches[0]:
+        assert not value_or_key.isnan().any()
+    mixed_inputs.fill_unused(math.nan)
+    slots = cache.shape[0] * cache.shape[1]
+    assert slots - len(mixed_inputs.unused) == sum(shape.seq_lens)
+    poisoned = cache.isnan().all(-1).all(-1)
+    assert int(poisoned.sum()) == len(mixed_inputs.unused)
+    # What the step's tokens bring is what the cache holds for them.
+    assert mixed_inputs.key.shape == (shape.num_tokens, *cache.shape[2:])
+    last = shape.seq_lens[-1] - 1
+    block = mixed_inputs.block_table[-1, last // shape.block_size]
+    expected = cache[block, last % shape.block_size]
+    assert bool((mixed_inputs.key[-1] == expected).all())
+    # Layers are in memory of their own and hold the same, spare blocks aside.
+    assert not bool(mixed_inputs.caches[1][0].isnan().any())
