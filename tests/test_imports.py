@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = {
     "portable_backend": ROOT / "portable_backend",
+    "portable_backend.bench": ROOT / "portable_backend" / "bench",
     "portable_backend.kernels": ROOT / "kernels",
     "portable_backend.warmup": ROOT / "warmup",
 }
@@ -98,6 +99,8 @@ def _loaded_after(code: str) -> set[str]:
         "portable_backend.device",
         "portable_backend.errors",
         "portable_backend.worker_extension",
+        "portable_backend.bench",
+        "portable_backend.bench.cli",
     ],
 )
 def test_light_modules_import_nothing_heavy(module):

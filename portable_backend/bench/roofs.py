@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The suites `copy` and `matmul`: what this device reaches at best, by torch."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from portable_backend.bench.results import Job, Result, Row
+from portable_backend.bench.settings import Settings
+from portable_backend.bench.timing import Contestant, race
+
+
+def copy_jobs(settings: Settings) -> Iterator[Job]:
+    num_bytes = 1 << (12 if settings.tiny else 31)
+    fields: dict[str, str | int] = {"bytes": num_bytes}
+    yield Job("copy", "copy", fields, partial(measure_copy, num_bytes, settings))
+
+
+def measure_copy(num_bytes: int, settings: Settings) -> Row:
+    """A device copy of one tensor; its bytes count twice, read and written."""
+    source = torch.zeros(num_bytes, dtype=torch.uint8, device=settings.device)
+    target = torch.empty_like(source)
+    call = partial(target.copy_, source)
+    return Row(
+        suite="copy",
+        name="copy",
+        group="roof",
+        fields={"bytes": num_bytes},
+        num_bytes=2 * num_bytes,
+        results=_alone(call, settings),
+    )
+
+
+def matmul_jobs(settings: Settings) -> Iterator[Job]:
+    size = 32 if settings.tiny else 8192
+    fields: dict[str, str | int] = {"size": size}
+    yield Job("matmul", "matmul", fields, partial(measure_matmul, size, settings))
+
+
+def measure_matmul(size: int, settings: Settings) -> Row:
+    """A bf16 product of two square matrices of random numbers."""
+    shape, device = (size, size), settings.device
+    a = torch.randn(shape, dtype=torch.bfloat16, device=device)
+    b = torch.randn(shape, dtype=torch.bfloat16, device=device)
+    out = torch.empty_like(a)
+    return Row(
+        suite="matmul",
+        name="matmul",
+        group="roof",
+        fields={"size": size},
+        flops=2.0 * size**3,
+        results=_alone(partial(torch.mm, a, b, out=out), settings),
+    )
+
+
+def _alone(call: partial[torch.Tensor], settings: Settings) -> dict[str, Result]:
+    def contestant() -> Contestant:
+        call()
+        return Contestant([call], lambda: None)
+
+    return race(
+        {"torch": contestant},
+        device=settings.device,
+        rounds=settings.rounds,
+        limit=0.0,
+    )
