@@ -45,21 +45,24 @@ class PortableMetadata:
     block_table: torch.Tensor
     slot_mapping: torch.Tensor
     causal: bool = True
+    # Known on the host, of steps with prefills only; see PagedBatch.
+    query_start_loc_cpu: torch.Tensor | None = None
+    no_context: bool = False
     # One planned batch per kind of layer in the group.
     batches: dict[PlanKey, PagedBatch] = field(default_factory=dict)
 
     def unplanned(self) -> PagedBatch:
         """The step without a plan; its lengths are read where they are."""
         on_host = self.query_start_loc.device.type == "cpu"
+        host = self.query_start_loc if on_host else self.query_start_loc_cpu
         return PagedBatch(
             query_start_loc=self.query_start_loc,
             seq_lens=self.seq_lens,
             block_table=self.block_table,
             max_query_len=self.max_query_len,
             max_seq_len=self.max_seq_len,
-            # vLLM's own host copy may differ from the device's under speculation, and
-            # exact grids do not fit a captured graph. On the CPU there is neither.
-            query_start_loc_cpu=self.query_start_loc if on_host else None,
+            query_start_loc_cpu=host,
+            no_context=self.no_context,
         )
 
 
@@ -93,6 +96,8 @@ class PortableMetadataBuilder(AttentionMetadataBuilder[PortableMetadata]):
         if not keys:
             keys = {_key_from_spec(vllm_config, kv_cache_spec)}
         limits = _limits(vllm_config, kv_cache_spec)
+        self.max_decode_query_len: int = limits["max_decode_query_len"]
+        self.has_drafts = vllm_config.speculative_config is not None
         self.planners = {
             key: AttentionPlanner(
                 num_query_heads=key.num_query_heads,
@@ -129,8 +134,30 @@ class PortableMetadataBuilder(AttentionMetadataBuilder[PortableMetadata]):
             block_table=common.block_table_tensor[:num_reqs],
             slot_mapping=common.slot_mapping,
         )
+        if metadata.max_query_len > self.max_decode_query_len:
+            self._read_host_lengths(metadata, common)
         self._plan(metadata)
         return metadata
+
+    def _read_host_lengths(
+        self, metadata: PortableMetadata, common: CommonAttentionMetadata
+    ) -> None:
+        """What the host knows of a step with prefills, which no graph captures.
+
+        Under speculation vLLM's host copy of query_start_loc may differ from the
+        device's. Its upper bound of seq_lens is exact for prefills.
+        """
+        num_reqs = common.num_reqs
+        starts = common.query_start_loc_cpu[: num_reqs + 1]
+        bound = getattr(common, "seq_lens_cpu_upper_bound", None)
+        if self.has_drafts:
+            return
+        metadata.query_start_loc_cpu = starts
+        if bound is not None:
+            query_lens = torch.diff(starts)
+            cached = bound[:num_reqs] - query_lens
+            prefills = query_lens > self.max_decode_query_len
+            metadata.no_context = not bool((cached[prefills] > 0).any())
 
     def _plan(self, metadata: PortableMetadata) -> None:
         batch = metadata.unplanned()

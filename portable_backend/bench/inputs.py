@@ -14,6 +14,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # each head and slot (0.32 and later).
 LAYOUTS = ("split", "packed")
 _SPARE_BLOCKS = 16
+_MAX_DECODE_QUERY_LEN = 8  # the planner's default
 # Scores that the oracle holds at once, in elements.
 _ORACLE_SCORES = 1 << 26
 
@@ -50,13 +51,28 @@ class Inputs:
         return max(self.shape.seq_lens)
 
     def batch(self, *, lengths_on_host: bool) -> PagedBatch:
+        """The step without a plan.
+
+        Args:
+            lengths_on_host: whether the host knows the query lengths of a step of
+                decodes too; those of steps with prefills it knows in the back end.
+        """
+        prefills = [
+            seq_len - query_len
+            for query_len, seq_len in zip(
+                self.shape.query_lens, self.shape.seq_lens, strict=True
+            )
+            if query_len > _MAX_DECODE_QUERY_LEN
+        ]
+        on_host = lengths_on_host or bool(prefills)
         return PagedBatch(
             query_start_loc=self.query_start_loc,
             seq_lens=self.seq_lens,
             block_table=self.block_table,
             max_query_len=self.max_query_len,
             max_seq_len=self.max_seq_len,
-            query_start_loc_cpu=self.query_start_loc.cpu() if lengths_on_host else None,
+            query_start_loc_cpu=self.query_start_loc.cpu() if on_host else None,
+            no_context=bool(prefills) and not any(prefills),
         )
 
     def fill_unused(self, value: float) -> None:
