@@ -150,15 +150,15 @@ def paged_attention(
     if plan.num_seqs == 0:
         return out
     common = _common_arguments(query, key_cache, value_cache, batch, options, out)
-    # Prefill waits for nothing that decode does: it may start in decode's last wave.
-    options = plan.config.prefill.options(planner.info.platform)
-    overlap = bool(plan.num_items and options.get("launch_pdl"))
-    if plan.num_items:
-        _launch_decode(plan, common, overlap and plan.num_tiles > 0)
+    # Decode waits for nothing that prefill does: it may start where that leaves room.
+    compiler = plan.config.decode.options(planner.info.platform)
+    overlap = bool(plan.num_tiles and plan.num_items and compiler.get("launch_pdl"))
     if plan.num_tiles:
         _launch_prefill(plan, common, key, value, overlap)
-    if plan.num_items and plan.may_split:
-        _launch_merge(plan, common, not plan.num_tiles)
+    if plan.num_items:
+        _launch_decode(plan, common, overlap)
+        if plan.may_split:
+            _launch_merge(plan, common)
     return out
 
 
@@ -230,6 +230,9 @@ def _common_arguments(
 def _launch_decode(plan: AttentionPlan, common: _Common, overlap: bool) -> None:
     planner = plan.planner
     config = plan.config.decode
+    compiler = config.options(planner.info.platform)
+    if not overlap:
+        compiler.pop("launch_pdl", None)
     num_rows = plan.row_blocks * plan.block_m
     # A descriptor cannot leave out keys before a window, whose values may be NaN.
     pointer = common.flags["HAS_WINDOW"]
@@ -241,18 +244,16 @@ def _launch_decode(plan: AttentionPlan, common: _Common, overlap: bool) -> None:
         *common.strides, num_rows, *common.scalars,
         **common.flags, NUM_KV_HEADS=planner.num_kv_heads, BLOCK_M=plan.block_m,
         BLOCK_N=config["BLOCK_N"], LOAD=load, NUM_STAGES=config["num_stages"],
-        OVERLAP=overlap, **config.options(planner.info.platform),
+        OVERLAP=overlap, **compiler,
     )  # fmt: skip
 
 
-def _launch_merge(plan: AttentionPlan, common: _Common, early_start: bool) -> None:
+def _launch_merge(plan: AttentionPlan, common: _Common) -> None:
     planner = plan.planner
     merge = plan.config.merge
     num_rows = plan.row_blocks * plan.block_m
     rows = plan.decode_query_len * planner.num_query_heads
     options = merge.options(planner.info.platform)
-    if not early_start:
-        options.pop("launch_pdl", None)
     _merge_kernel[(plan.num_seqs, rows)](
         common.out, planner.partial, planner.lse, common.batch.query_start_loc,
         planner.splits, planner.counts, *common.strides[:2], num_rows,
@@ -272,9 +273,6 @@ def _launch_prefill(
 ) -> None:
     planner = plan.planner
     config = plan.config.prefill
-    options = config.options(planner.info.platform)
-    if not overlap:
-        options.pop("launch_pdl", None)
     block_n = config["BLOCK_N"]
     load, key_cache, value_cache = _cache_arguments(common, config, False)
     if config["LOAD"] == "new" and plan.no_context:
@@ -285,9 +283,11 @@ def _launch_prefill(
     _prefill_kernel[(plan.num_tiles, planner.num_query_heads // pack)](
         common.out, common.query, key_cache, value_cache,
         *common.inputs, planner.header, planner.tiles, planner.counts,
-        *common.strides, *common.scalars,
+        *common.strides, planner.info.num_units, *common.scalars,
         **common.flags, BLOCK_M=config["BLOCK_M"], BLOCK_N=block_n, PACK=pack,
-        LOAD=load, NUM_STAGES=config["num_stages"], OVERLAP=overlap, **options,
+        LOAD=load, NUM_STAGES=config["num_stages"],
+        STAGGER=config["STAGGER"], OVERLAP=overlap,
+        **config.options(planner.info.platform),
     )  # fmt: skip
 
 

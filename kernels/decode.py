@@ -69,18 +69,23 @@ def default_config(
         )
     padded = triton.next_power_of_2(head_size)
     block_n, num_stages, ctas = (64 if padded <= 128 else 32), 3, 2
+    num_warps = 4
     load = "pointer"
     if element_size == 4:
         block_n = 16 if padded >= 128 else 32  # fp32 dots run unrolled on plain ALUs
     elif device.platform == "hip":
         block_n = 32 if device.arch == "gfx1100" else 64
-    elif device.arch == "sm90":
-        # A device filled once wants deep pipelines, since nothing else hides the
-        # latency; one filled several times wants many programs in residence.
-        many = num_programs > device.num_units * ctas
-        num_stages, ctas = (2, 4) if many or block_size % block_n else (4, 2)
+    elif device.arch == "sm90" and padded <= 128:
+        # Programs that all run at once want deep pipelines, since little else hides the
+        # latency; where more are waiting, many in residence with shallow ones.
+        few = num_programs <= device.num_units
+        many = num_programs > 2 * device.num_units
         if block_size % block_n == 0:
             load = "descriptor"
+            num_stages, ctas = (3, 2) if few else (2, 6) if many else (4, 2)
+        else:
+            num_warps = 8 if few else 4
+            num_stages, ctas = (3, 2) if few else (2, 6) if many else (2, 4)
     if device.platform == "hip":
         num_stages = 1
     # Two programs per unit keep enough bytes in flight; both must fit. All stages but
@@ -101,9 +106,10 @@ def default_config(
         LOAD=load,
         CTAS_PER_UNIT=ctas,
         MIN_CHUNK=2,
-        num_warps=4,
+        num_warps=num_warps,
         num_stages=num_stages,
         matrix_instr_nonkdim=16,
+        launch_pdl=device.arch == "sm90" or None,
     )
 
 
@@ -150,8 +156,10 @@ def _decode_kernel(
 ):  # fmt: skip
     count_launch(counts_ptr, COUNT_DECODE)
     if OVERLAP:
-        # The prefill launch behind this one may take what these programs leave free.
-        tl.extra.cuda.gdc_launch_dependents()
+        # What comes after this launch counts on the prefill kernel's results too: one
+        # program of this launch outlasts it.
+        if tl.program_id(0) + tl.program_id(1) == 0:
+            tl.extra.cuda.gdc_wait()
     DESCRIPTOR: tl.constexpr = LOAD == "descriptor"
     item = tl.program_id(0) // NUM_KV_HEADS
     kv_head = tl.program_id(0) % NUM_KV_HEADS

@@ -117,12 +117,12 @@ def default_config(
         BLOCK_N=block_n,
         PACK=pack,
         LOAD=load,
+        STAGGER=0,
         num_warps=num_warps,
         num_stages=num_stages,
         maxnreg=maxnreg,
         matrix_instr_nonkdim=16,
         waves_per_eu=2 if device.arch == "gfx1100" else 0,
-        launch_pdl=device.arch == "sm90" or None,
     )
 
 
@@ -217,7 +217,7 @@ def _attend_tiles(
     return acc, m_i, l_i
 
 
-@triton.jit(do_not_specialize=["stride_table", "window"])
+@triton.jit(do_not_specialize=["stride_table", "num_units", "window"])
 def _prefill_kernel(
     # output and inputs; the caches are pointers, or descriptors of
     # [num_blocks, num_kv_heads, block_size, head_size]; with LOAD "new" descriptors of
@@ -232,7 +232,7 @@ def _prefill_kernel(
     stride_v_block, stride_v_slot, stride_v_head,
     stride_table: tl.int64,
     # options
-    window: tl.int32, qk_scale, cap_scale, cap_log2,
+    num_units: tl.int32, window: tl.int32, qk_scale, cap_scale, cap_log2,
     CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr, SINKS: tl.constexpr,
     # sizes
@@ -242,9 +242,13 @@ def _prefill_kernel(
     EMULATE_BF16: tl.constexpr,
     # tile
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PACK: tl.constexpr,
-    LOAD: tl.constexpr, NUM_STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+    LOAD: tl.constexpr, NUM_STAGES: tl.constexpr, STAGGER: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     count_launch(counts_ptr, COUNT_PREFILL)
+    if OVERLAP:
+        # The decode launch behind this one may take what these programs leave free.
+        tl.extra.cuda.gdc_launch_dependents()
     tile = tl.program_id(0)
     # All that the first loads need stands in the tile: one wait instead of three.
     num_tiles = tl.load(header_ptr + 1)
@@ -254,9 +258,16 @@ def _prefill_kernel(
     query_len = tl.load(tiles_ptr + 8 * tile + 4)
     seq_len = tl.load(tiles_ptr + 8 * tile + 5)
     if tile >= num_tiles:
-        if OVERLAP:
-            tl.extra.cuda.gdc_wait()
         return
+    if STAGGER > 0:
+        # Two programs share a unit. Started together they would compute scores together
+        # and exponentials together; half a step apart, one of each. A load waited for
+        # is the delay.
+        place = tile + tl.program_id(1) * tl.num_programs(0)
+        if (place >= num_units) & (place < 2 * num_units):
+            for _ in range(STAGGER):
+                late = tl.load(header_ptr + (first_token >> 30), volatile=True)
+                first_token += late >> 30  # 0, though the compiler cannot know
     TOKENS: tl.constexpr = BLOCK_M // PACK
 
     context_len = seq_len - query_len
@@ -355,6 +366,3 @@ def _prefill_kernel(
         round_to(acc, out_ptr.dtype.element_ty, EMULATE_BF16),
         mask=io_mask,
     )
-    if OVERLAP:
-        # What comes after this launch counts on the decode kernel's results too.
-        tl.extra.cuda.gdc_wait()
