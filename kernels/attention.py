@@ -283,10 +283,10 @@ def _launch_prefill(
     _prefill_kernel[(plan.num_tiles, planner.num_query_heads // pack)](
         common.out, common.query, key_cache, value_cache,
         *common.inputs, planner.header, planner.tiles, planner.counts,
-        *common.strides, planner.info.num_units, *common.scalars,
+        *common.strides, *common.scalars,
         **common.flags, BLOCK_M=config["BLOCK_M"], BLOCK_N=block_n, PACK=pack,
         LOAD=load, NUM_STAGES=config["num_stages"],
-        STAGGER=config["STAGGER"], OVERLAP=overlap,
+        OVERLAP=overlap,
         **config.options(planner.info.platform),
     )  # fmt: skip
 

@@ -155,9 +155,9 @@ def _decode_kernel(
     NUM_STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     count_launch(counts_ptr, COUNT_DECODE)
-    if OVERLAP:
+    if OVERLAP:  # noqa: SIM102  a constexpr must stand alone
         # What comes after this launch counts on the prefill kernel's results too: one
-        # program of this launch outlasts it.
+        # program of this launch ends after it.
         if tl.program_id(0) + tl.program_id(1) == 0:
             tl.extra.cuda.gdc_wait()
     DESCRIPTOR: tl.constexpr = LOAD == "descriptor"
@@ -231,9 +231,7 @@ def _decode_kernel(
         s = shape_scores(
             s, key_pos, query_pos, slopes, qk_scale, cap_scale, cap_log2, SOFTCAP, ALIBI
         )
-        ok = visible_keys(
-            key_pos, query_pos, hi, window, CAUSAL, HAS_WINDOW, False
-        )
+        ok = visible_keys(key_pos, query_pos, hi, window, CAUSAL, HAS_WINDOW, False)
         if DESCRIPTOR:
             ok = ok & (key_pos >= pos)[None, :]
         s = tl.where(ok, s, MASKED)

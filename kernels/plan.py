@@ -36,6 +36,8 @@ HEAD_SIZES = (32, 256)  # smallest, largest
 _BLOCK_SEQS = 256
 _RANK_SEQS = 64
 _BLOCK_TILES = 64
+# Longest sequences that configs tell apart; the last stands for all above.
+SEQ_LENS = (prefill.SHORT_SEQ_LEN, 4 * prefill.SHORT_SEQ_LEN, 1 << 30)
 
 
 @device_function
@@ -187,6 +189,38 @@ def _plan_kernel(
             tl.store(out + 5, seq_len, mask=ok)
 
 
+@dataclass(frozen=True)
+class StepKind:
+    """What the choice of a config may look at; few kinds, known before serving.
+
+    Attributes:
+        max_decodes: requests that take the decode kernel, rounded up to a power of two.
+        no_context: as in PagedBatch.
+        max_seq_len: longest request in tokens, rounded up to one of SEQ_LENS.
+    """
+
+    max_decodes: int = 1
+    no_context: bool = False
+    max_seq_len: int = SEQ_LENS[-1]
+
+    @classmethod
+    def of(cls, num_decodes: int, no_context: bool, max_seq_len: int) -> StepKind:
+        """The kind of a step with these numbers."""
+        rounded = next((n for n in SEQ_LENS if max_seq_len <= n), SEQ_LENS[-1])
+        return cls(1 << max(num_decodes - 1, 0).bit_length(), no_context, rounded)
+
+    @classmethod
+    def within(cls, max_num_seqs: int) -> list[StepKind]:
+        """Every kind that steps of at most max_num_seqs requests have."""
+        powers = range(max(max_num_seqs - 1, 0).bit_length() + 1)
+        return [
+            cls(1 << power, no_context, seq_len)
+            for power in powers
+            for no_context in (False, True)
+            for seq_len in SEQ_LENS
+        ]
+
+
 @dataclass
 class AttentionPlan:
     """The plan of one step: buffers the kernels read, and the grids they run with."""
@@ -286,7 +320,7 @@ class AttentionPlanner:
         self.max_num_tokens = max_num_tokens
         self.max_decode_query_len = max_decode_query_len
         self._fixed = config
-        self._configs: dict[tuple[int, bool], AttentionConfig] = {}
+        self._configs: dict[StepKind, AttentionConfig] = {}
         if config is not None:
             self._check_config(config)
         # The interpreter computes with bf16 as if it were an integer.
@@ -295,34 +329,26 @@ class AttentionPlanner:
         self.checked: set[tuple[object, ...]] = set()
         self._allocate()
 
-    def config_for(self, num_decodes: int, no_context: bool) -> AttentionConfig:
-        """The config of a step with so many decodes, rounded up to a power of two."""
+    def config_for(self, kind: StepKind) -> AttentionConfig:
+        """The config of such steps: the one given, or default_config()'s."""
         if self._fixed is not None:
             return self._fixed
-        key = (1 << max(num_decodes - 1, 0).bit_length(), no_context)
-        if key not in self._configs:
-            self._configs[key] = default_config(
+        if kind not in self._configs:
+            self._configs[kind] = default_config(
                 num_queries_per_kv=self.queries_per_kv,
                 num_kv_heads=self.num_kv_heads,
                 head_size=self.head_size,
                 dtype=self.dtype,
                 block_size=self.block_size,
                 device=self.info,
-                num_decodes=key[0],
-                no_context=no_context,
+                kind=kind,
             )
-        return self._configs[key]
+        return self._configs[kind]
 
     def configs(self) -> list[AttentionConfig]:
         """Every config that a step within this planner's limits can get."""
-        powers = range(max(self.max_num_seqs - 1, 0).bit_length() + 1)
-        return list(
-            dict.fromkeys(
-                self.config_for(1 << power, no_context)
-                for power in powers
-                for no_context in (False, True)
-            )
-        )
+        kinds = StepKind.within(self.max_num_seqs)
+        return list(dict.fromkeys(self.config_for(kind) for kind in kinds))
 
     def _check_config(self, config: AttentionConfig) -> None:
         _check_config(config)
@@ -416,7 +442,8 @@ class AttentionPlanner:
             num_decodes = int(short.sum())
             long_lens = lens[lens > self.max_decode_query_len]
             has_prefill = long_lens.numel() > 0
-        config = self.config_for(num_decodes, batch.no_context)
+        kind = StepKind.of(num_decodes, batch.no_context, batch.max_seq_len)
+        config = self.config_for(kind)
         tile_tokens = _tile_tokens(config)
         num_tiles = 0
         if long_lens is not None:
@@ -576,8 +603,7 @@ def default_config(
     block_size: int,
     device: DeviceInfo,
     num_kv_heads: int = 1,
-    num_decodes: int = 1,
-    no_context: bool = False,
+    kind: StepKind | None = None,
 ) -> AttentionConfig:
     """The safe default of every kernel that `paged_attention` launches.
 
@@ -585,9 +611,9 @@ def default_config(
         num_queries_per_kv, head_size, dtype, block_size: of the layers.
         device: what the kernels will run on.
         num_kv_heads: of this rank.
-        num_decodes: requests of a step that take the decode kernel.
-        no_context: as in PagedBatch.
+        kind: of the step; None: one decode, long requests with cached tokens.
     """
+    kind = kind or StepKind()
     element_size = torch.empty((), dtype=dtype).element_size()
     return AttentionConfig(
         prefill=prefill.default_config(
@@ -596,14 +622,15 @@ def default_config(
             element_size=element_size,
             block_size=block_size,
             device=device,
-            no_context=no_context,
+            no_context=kind.no_context,
+            max_seq_len=kind.max_seq_len,
         ),
         decode=decode.default_config(
             head_size=head_size,
             element_size=element_size,
             block_size=block_size,
             device=device,
-            num_programs=num_decodes * num_kv_heads,
+            num_programs=kind.max_decodes * num_kv_heads,
         ),
         merge=decode.default_merge_config(device=device),
     )

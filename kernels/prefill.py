@@ -47,6 +47,8 @@ _TILES: dict[str, tuple[int, int, int]] = {
     "interpreter": (256, 256, 1),
 }
 _SMALL_TILE = (64, 32, 4)
+# Up to here, in tokens, a prefill is mostly prologue and masked tiles.
+SHORT_SEQ_LEN = 1024
 
 
 def default_config(
@@ -57,6 +59,7 @@ def default_config(
     block_size: int,
     device: DeviceInfo,
     no_context: bool = False,
+    max_seq_len: int = 1 << 30,
 ) -> KernelConfig:
     """A config that is right everywhere and sensible on the architectures we know.
 
@@ -67,6 +70,7 @@ def default_config(
         block_size: tokens per KV block.
         device: what the kernel will run on.
         no_context: nothing is cached; the step's own keys and values are all there is.
+        max_seq_len: longest request, cached and new tokens.
     """
     padded = triton.next_power_of_2(head_size)
     block_m, block_n, num_warps = _TILES.get(device.arch, _SMALL_TILE)
@@ -83,20 +87,23 @@ def default_config(
     elif padded > 128 and device.arch not in ("sm90", "sm100"):
         block_m, block_n, num_warps = 64, min(block_n, 32), 4
     elif device.limits.has_tensor_descriptors and device.arch == "sm90":
-        pack = min(pack, 2)
         if block_size % block_n == 0:
             load = "descriptor"
         elif no_context:
             load = "new"
         if padded > 128:
-            pass
-        elif load == "pointer":
-            # Addresses cost registers: more warps, as many as let two programs of
-            # a unit take turns.
+            pack = min(pack, 2)
+        elif load == "pointer" or max_seq_len <= (
+            SHORT_SEQ_LEN if load == "descriptor" else 4 * SHORT_SEQ_LEN
+        ):
+            # Prologues and addresses cost registers: more warps, as many as let two
+            # programs of a unit take turns.
             maxnreg = 128
+            pack = min(pack, 2 if load == "descriptor" else 4)
         else:
             # Two programs of 4 warps per unit: one computes while the other waits.
             num_warps = 4
+            pack = min(pack, 2 if load == "descriptor" else 4)
     limit = device.limits.shared_bytes_per_block
     while (
         _shared_elements(block_m, block_n, padded, num_stages, device) * element_size
@@ -117,7 +124,6 @@ def default_config(
         BLOCK_N=block_n,
         PACK=pack,
         LOAD=load,
-        STAGGER=0,
         num_warps=num_warps,
         num_stages=num_stages,
         maxnreg=maxnreg,
@@ -191,9 +197,7 @@ def _attend_tiles(
             if SHIFT:
                 # Keys that the shifted tile repeats: out of everybody's sight.
                 key_pos = tl.where(key_pos < pos, end, key_pos)
-            s = mask_scores(
-                s, pos, key_pos, query_pos, end, window, CAUSAL, HAS_WINDOW
-            )
+            s = mask_scores(s, pos, key_pos, query_pos, end, window, CAUSAL, HAS_WINDOW)
         p, alpha, m_i, l_i = online_softmax(s, m_i, l_i, qk_scale, SOFTCAP or ALIBI)
         l_i += tl.sum(p, 1)
         acc = acc * alpha[:, None]
@@ -211,13 +215,11 @@ def _attend_tiles(
             )
         acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
         if LOAD != "new":
-            ids = page_ids(
-                block_table, pos + BLOCK_N, start, last, BLOCK_N, BLOCK_SIZE
-            )
+            ids = page_ids(block_table, pos + BLOCK_N, start, last, BLOCK_N, BLOCK_SIZE)
     return acc, m_i, l_i
 
 
-@triton.jit(do_not_specialize=["stride_table", "num_units", "window"])
+@triton.jit(do_not_specialize=["stride_table", "window"])
 def _prefill_kernel(
     # output and inputs; the caches are pointers, or descriptors of
     # [num_blocks, num_kv_heads, block_size, head_size]; with LOAD "new" descriptors of
@@ -232,7 +234,7 @@ def _prefill_kernel(
     stride_v_block, stride_v_slot, stride_v_head,
     stride_table: tl.int64,
     # options
-    num_units: tl.int32, window: tl.int32, qk_scale, cap_scale, cap_log2,
+    window: tl.int32, qk_scale, cap_scale, cap_log2,
     CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr, SINKS: tl.constexpr,
     # sizes
@@ -242,8 +244,7 @@ def _prefill_kernel(
     EMULATE_BF16: tl.constexpr,
     # tile
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PACK: tl.constexpr,
-    LOAD: tl.constexpr, NUM_STAGES: tl.constexpr, STAGGER: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    LOAD: tl.constexpr, NUM_STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     count_launch(counts_ptr, COUNT_PREFILL)
     if OVERLAP:
@@ -259,15 +260,6 @@ def _prefill_kernel(
     seq_len = tl.load(tiles_ptr + 8 * tile + 5)
     if tile >= num_tiles:
         return
-    if STAGGER > 0:
-        # Two programs share a unit. Started together they would compute scores together
-        # and exponentials together; half a step apart, one of each. A load waited for
-        # is the delay.
-        place = tile + tl.program_id(1) * tl.num_programs(0)
-        if (place >= num_units) & (place < 2 * num_units):
-            for _ in range(STAGGER):
-                late = tl.load(header_ptr + (first_token >> 30), volatile=True)
-                first_token += late >> 30  # 0, though the compiler cannot know
     TOKENS: tl.constexpr = BLOCK_M // PACK
 
     context_len = seq_len - query_len

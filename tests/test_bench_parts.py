@@ -173,6 +173,9 @@ class FakeEvent:
     def record(self):
         self.at_us = self.gpu.now_us
 
+    def synchronize(self):
+        pass
+
     def elapsed_time(self, end):
         return (end.at_us - self.at_us) / 1e3
 
@@ -194,13 +197,27 @@ def run_race(verify=lambda: 0.0, recheck=None):
 
 
 def test_replays_take_turns_and_the_median_counts(monkeypatch):
-    gpu = FakeGpu(monkeypatch, {"a": [100, 200, 600], "b": [50, 50, 50]})
+    from portable_backend.bench import timing
+
+    monkeypatch.setattr(timing, "TURN_US", 1000.0)
+    gpu = FakeGpu(monkeypatch, {"a": [600, 500, 550], "b": [500, 500, 500]})
     results = run_race()
-    # One replay of each to upload it; then each round starts with the next one.
-    assert gpu.replayed == [*"ab", *"ab", *"ba", *"ab"]
-    assert (results["a"].time_us, results["a"].calls) == (20.0, 10)
-    assert (results["a"].p20_us, results["a"].p80_us) == (10.0, 60.0)
-    assert results["b"].time_us == 5.0
+    # Two replays of each, to upload it and to see how many fill a turn; then each round
+    # starts with the next one.
+    assert gpu.replayed == [*"aabb", *"aabb", *"bbaa", *"aabb"]
+    assert results["a"].calls == 10
+    assert results["a"].time_us == 55.0
+    assert results["b"].time_us == 50.0
+
+
+def test_the_slow_are_timed_among_themselves(monkeypatch):
+    from portable_backend.bench import timing
+
+    monkeypatch.setattr(timing, "TURN_US", 1000.0)
+    gpu = FakeGpu(monkeypatch, {"a": [500, 500, 500], "b": [2500, 2500, 2500]})
+    results = run_race()
+    assert gpu.replayed == [*"aabb", *"aaaaaa", *"bbb"]
+    assert results["b"].time_us == 250.0
 
 
 def test_a_kernel_that_fails_leaves_the_others_their_times(monkeypatch):

@@ -83,7 +83,7 @@ def test_planner_names_the_number_that_is_out_of_range(change, device):
     ],
 )
 def test_planner_names_the_config_parameter_that_does_not_fit(kernel, change, device):
-    good = make_planner(device).config
+    good = make_planner(device).configs()[0]
     bad = replace(good, **{kernel: getattr(good, kernel).replace(**change)})
     with pytest.raises(ValueError, match=f"config.{kernel} {next(iter(change))}"):
         make_planner(device, config=bad)

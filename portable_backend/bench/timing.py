@@ -18,6 +18,7 @@ Call = Callable[[], object]
 # One timed span; long enough for the launch of a graph not to matter.
 SPAN_US = 1000.0
 MAX_CALLS = 200
+TURN_US = 10_000.0
 # What foreign kernels raise when they do not support a shape or this machine.
 FAILURES = (
     RuntimeError,  # also out of memory, NotImplementedError, CUDA errors
@@ -154,25 +155,36 @@ def _event() -> torch.cuda.Event:
 def _replay_in_turns(
     graphs: Mapping[str, tuple[torch.cuda.CUDAGraph, int]], rounds: int
 ) -> dict[str, list[float]]:
-    """Microseconds of each replay; every round starts with another contestant."""
-    names = list(graphs)
-    for name in names:
-        graphs[name][0].replay()  # the first replay uploads the graph
-    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]]
-    events = {name: [] for name in names}
-    for i in range(rounds):
-        shift = i % len(names)
-        for name in names[shift:] + names[:shift]:
-            start, end = _event(), _event()
-            start.record()
-            graphs[name][0].replay()
-            end.record()
-            events[name].append((start, end))
-    torch.cuda.synchronize()
-    return {
-        name: [start.elapsed_time(end) * 1e3 for start, end in pairs]
-        for name, pairs in events.items()
-    }
+    """Microseconds of one replay, of each turn; every round starts with another.
+
+    A turn lasts TURN_US, so that the chip takes the clock that each contestant's power
+    allows: in turns of a millisecond the hungriest would run on what the others spare.
+    Contestants more than twice as slow as the fastest are timed among themselves.
+    """
+    spans = {}
+    for name, (graph, _) in graphs.items():
+        graph.replay()  # the first replay uploads the graph
+        spans[name] = _elapsed_us(graph.replay)
+    per_call = {name: spans[name] / graphs[name][1] for name in graphs}
+    fast = [name for name in graphs if per_call[name] <= 2 * min(per_call.values())]
+    slow = [name for name in graphs if name not in fast]
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    for names in (fast, slow):
+        turns: list[tuple[str, int, torch.cuda.Event, torch.cuda.Event]] = []
+        for i in range(rounds if names else 0):
+            shift = i % len(names)
+            for name in names[shift:] + names[:shift]:
+                repeats = max(1, round(TURN_US / spans[name]))
+                start, end = _event(), _event()
+                start.record()
+                for _ in range(repeats):
+                    graphs[name][0].replay()
+                end.record()
+                turns.append((name, repeats, start, end))
+        torch.cuda.synchronize()
+        for name, repeats, start, end in turns:
+            times[name].append(start.elapsed_time(end) * 1e3 / repeats)
+    return times
 
 
 def _set_times(result: Result, spans_us: Sequence[float], calls: int) -> None:
