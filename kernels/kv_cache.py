@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write this step's keys and values into their slots of the paged cache.
 
-A program copies a few tokens' heads, each byte read and written once.
+Each byte is read and written once, 16 bytes a lane. Lanes are dealt to the heads of all
+tokens without gaps, whatever the size and number of heads.
 """
 
 import functools
+import math
 
 import torch
 import triton
@@ -22,22 +24,61 @@ from portable_backend.kernels.config import KernelConfig
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def default_config(
-    *, num_kv_heads: int, head_size: int, device: DeviceInfo
-) -> KernelConfig:
-    """Tokens and heads per program, and warps.
+# The default config depends on a call's size through this step only, so that
+# default_configs() lists all that is compiled: up to so many vectors, and more.
+VECTOR_BUCKET = 1 << 18
 
-    About 4096 elements of K and of V per program keep every lane at 16-byte accesses;
-    the interpreter wants few, large programs.
+
+def default_config(*, num_vectors: int, device: DeviceInfo) -> KernelConfig:
+    """Vectors per program, and warps.
+
+    One vector of K and of V per lane while the device can hold all lanes at once, two
+    beyond; the interpreter wants few, large programs.
+
+    Args:
+        num_vectors: of all new keys, 16 bytes each; counts as its bucket only.
+        device: what the kernel will run on.
     """
-    padded = triton.next_power_of_2(head_size)
-    heads = triton.next_power_of_2(num_kv_heads)
     if device.platform == "interpreter":
-        return KernelConfig.of(
-            TOKENS=max(1, 65536 // (heads * padded)), BLOCK_H=heads, num_warps=1
-        )
-    block_h = min(heads, max(1, 4096 // padded))
-    return KernelConfig.of(TOKENS=1, BLOCK_H=block_h, num_warps=4)
+        return KernelConfig.of(VECTORS=8192, num_warps=1)
+    vectors = 128 if num_vectors <= VECTOR_BUCKET else 256
+    return KernelConfig.of(VECTORS=vectors, num_warps=128 // device.limits.warp_size)
+
+
+def default_configs(*, device: DeviceInfo) -> list[KernelConfig]:
+    """Each config that default_config() can return, without repeats."""
+    sizes = (VECTOR_BUCKET, VECTOR_BUCKET + 1)
+    return list(
+        dict.fromkeys(default_config(num_vectors=n, device=device) for n in sizes)
+    )
+
+
+def candidate_configs(*, num_vectors: int, device: DeviceInfo) -> list[KernelConfig]:
+    """Configs worth timing, the default first.
+
+    num_warps: 64 to 512 lanes; programs share nothing, so more only start later.
+    VECTORS: one to four per lane; more than one only where two programs per unit
+    remain.
+    """
+    if device.platform == "interpreter":
+        device = DeviceInfo.for_arch("sm80")
+    found = [default_config(num_vectors=num_vectors, device=device)]
+    for lanes in (64, 128, 256, 512):
+        for per_lane in (1, 2, 4):
+            vectors = lanes * per_lane
+            if per_lane > 1 and num_vectors < 2 * device.num_units * vectors:
+                continue
+            found.append(
+                KernelConfig.of(
+                    VECTORS=vectors, num_warps=lanes // device.limits.warp_size
+                )
+            )
+    return list(dict.fromkeys(found))
+
+
+def vector_size(head_size: int, dtype: torch.dtype) -> int:
+    """Elements that a lane moves at once: 16 bytes, or what divides a head."""
+    return math.gcd(head_size, 16 // dtype.itemsize)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -53,32 +94,36 @@ def _write_kv_cache_kernel(
     # sizes
     num_tokens: tl.int32,
     NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr,
-    HEAD_SIZE_PADDED: tl.constexpr,
     # tile
-    TOKENS: tl.constexpr, BLOCK_H: tl.constexpr,
+    VECTOR: tl.constexpr, VECTORS: tl.constexpr,
 ):  # fmt: skip
-    count_launch(counts_ptr, COUNT_KV_CACHE_WRITE)
-    row = tl.arange(0, TOKENS * BLOCK_H)
-    token = tl.program_id(0) * TOKENS + row // BLOCK_H
-    head = tl.program_id(1) * BLOCK_H + row % BLOCK_H
-    slot = tl.load(slot_mapping_ptr + token, mask=token < num_tokens, other=-1)
-    slot = slot.to(tl.int64)
-    offs_d = tl.arange(0, HEAD_SIZE_PADDED)
-    # A negative slot marks padding.
-    mask = ((slot >= 0) & (head < NUM_KV_HEADS))[:, None] & (offs_d < HEAD_SIZE)[
-        None, :
-    ]
+    # Each lane moves vectors of a head, whatever the tokens and heads they belong to.
+    VECTORS_PER_HEAD: tl.constexpr = HEAD_SIZE // VECTOR
+    index = tl.program_id(0) * VECTORS + tl.arange(0, VECTORS)
+    offs_d = index % VECTORS_PER_HEAD * VECTOR
+    token = index // VECTORS_PER_HEAD // NUM_KV_HEADS
+    head = (index // VECTORS_PER_HEAD % NUM_KV_HEADS).to(tl.int64)
+    mask = token < num_tokens
+    elements = tl.arange(0, VECTOR)[None, :]
+
+    # Keys and values do not wait for their slot, nor are they left out where it is
+    # negative, which marks padding.
+    slot = tl.load(slot_mapping_ptr + token, mask=mask, other=-1).to(tl.int64)
     token = token.to(tl.int64)
-    k_rows = token * stride_k_token + head * stride_k_head
-    v_rows = token * stride_v_token + head * stride_v_head
-    k = tl.load(key_ptr + k_rows[:, None] + offs_d[None, :], mask=mask)
-    v = tl.load(value_ptr + v_rows[:, None] + offs_d[None, :], mask=mask)
-    block = slot // BLOCK_SIZE
-    offset = slot % BLOCK_SIZE
-    k_rows = block * stride_kc_block + offset * stride_kc_slot + head * stride_kc_head
-    v_rows = block * stride_vc_block + offset * stride_vc_slot + head * stride_vc_head
-    tl.store(key_cache_ptr + k_rows[:, None] + offs_d[None, :], k, mask=mask)
-    tl.store(value_cache_ptr + v_rows[:, None] + offs_d[None, :], v, mask=mask)
+    offsets = token * stride_k_token + head * stride_k_head + offs_d
+    k = tl.load(key_ptr + offsets[:, None] + elements, mask=mask[:, None])
+    offsets = token * stride_v_token + head * stride_v_head + offs_d
+    v = tl.load(value_ptr + offsets[:, None] + elements, mask=mask[:, None])
+    count_launch(counts_ptr, COUNT_KV_CACHE_WRITE)
+
+    block, place = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+    mask = (slot >= 0)[:, None]
+    offsets = block * stride_kc_block + place * stride_kc_slot
+    offsets += head * stride_kc_head + offs_d
+    tl.store(key_cache_ptr + offsets[:, None] + elements, k, mask=mask)
+    offsets = block * stride_vc_block + place * stride_vc_slot
+    offsets += head * stride_vc_head + offs_d
+    tl.store(value_cache_ptr + offsets[:, None] + elements, v, mask=mask)
 
 
 def write_kv_cache(
@@ -90,6 +135,7 @@ def write_kv_cache(
     *,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    config: KernelConfig | None = None,
 ) -> None:
     """Copy new tokens into the cache, in place.
 
@@ -100,6 +146,7 @@ def write_kv_cache(
             stride 1, other strides free and unrelated.
         slot_mapping: [num_tokens] int64, block * block_size + offset; negative: skip.
         k_scale, v_scale: of fp8 caches; ignored for caches that are not quantised.
+        config: launch parameters; None means default_config().
 
     Raises:
         ValueError: a shape, dtype, stride or device does not fit, before any launch.
@@ -109,29 +156,37 @@ def write_kv_cache(
     if num_tokens == 0:
         return
     _, block_size, num_kv_heads, head_size = key_cache.shape
-    config, options, counts = _config_for(key.device, num_kv_heads, head_size)
-    tokens, block_h = config["TOKENS"], config["BLOCK_H"]
-    if key.device.type == "cpu":
-        # The interpreter compiles nothing, so tiles may follow each call's size.
-        tokens = min(tokens, triton.next_power_of_2(num_tokens))
-    grid = (triton.cdiv(num_tokens, tokens), triton.cdiv(num_kv_heads, block_h))
-    _write_kv_cache_kernel[grid](
+    vector = vector_size(head_size, key.dtype)
+    num_vectors = num_tokens * num_kv_heads * (head_size // vector)
+    default, options, counts, platform = _config_for(
+        key.device, num_vectors > VECTOR_BUCKET
+    )
+    if config is not None:
+        options = config.options(platform)
+    vectors = (default if config is None else config).get("VECTORS")
+    if not isinstance(vectors, int) or vectors < 1 or vectors & (vectors - 1):
+        raise bad_argument(
+            "config VECTORS", "a power of two", repr(vectors), "correct the config"
+        )
+    if platform == "interpreter":
+        # It compiles nothing, so tiles may follow each call's size.
+        vectors = min(vectors, triton.next_power_of_2(num_vectors))
+    _write_kv_cache_kernel[(triton.cdiv(num_vectors, vectors),)](
         key_cache, value_cache, key, value, slot_mapping, counts,
         *key.stride()[:2], *value.stride()[:2],
         *key_cache.stride()[:3], *value_cache.stride()[:3], num_tokens,
         NUM_KV_HEADS=num_kv_heads, BLOCK_SIZE=block_size, HEAD_SIZE=head_size,
-        HEAD_SIZE_PADDED=triton.next_power_of_2(head_size),
-        TOKENS=tokens, BLOCK_H=block_h, **options,
+        VECTOR=vector, VECTORS=vectors, **options,
     )  # fmt: skip
 
 
 @functools.cache
 def _config_for(
-    device: torch.device, num_kv_heads: int, head_size: int
-) -> tuple[KernelConfig, dict[str, object], torch.Tensor]:
+    device: torch.device, is_large: bool
+) -> tuple[KernelConfig, dict[str, object], torch.Tensor, str]:
     info = DeviceInfo.detect(device)
-    config = default_config(num_kv_heads=num_kv_heads, head_size=head_size, device=info)
-    return config, config.options(info.platform), counters(device)
+    config = default_config(num_vectors=VECTOR_BUCKET + is_large, device=info)
+    return config, config.options(info.platform), counters(device), info.platform
 
 
 def _check(

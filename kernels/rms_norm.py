@@ -4,7 +4,8 @@
 y = x / sqrt(mean(x^2) + eps) * weight, x replaced by x + residual in the fused form.
 
 A program holds whole rows in registers, so each byte is read and written once: one row
-where rows are long, several where they are short.
+where rows are long, several where they are short. It may go on to further rows, whose
+data it fetches ahead, and then loads the weight once.
 
 Source: Zhang and Sennrich (2019). Rounding as vLLM's layers do it: statistics from the
 unrounded fp32 sum, the normalised value rounded to the weight's dtype before the
@@ -14,6 +15,7 @@ product.
 import functools
 import itertools
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -21,6 +23,7 @@ import triton.language as tl
 
 from portable_backend.device import DeviceInfo
 from portable_backend.errors import bad_argument
+from portable_backend.kernels._jit import device_function
 from portable_backend.kernels._launch import (
     COUNT_FUSED_ADD_RMS_NORM,
     COUNT_RMS_NORM,
@@ -29,27 +32,66 @@ from portable_backend.kernels._launch import (
 )
 from portable_backend.kernels._numerics import round_to
 from portable_backend.kernels.config import KernelConfig
+from portable_backend.kernels.rms_norm_space import (
+    BUCKET_SIZES,
+    MAX_ROW_SIZE,
+    default_config,
+    row_bucket,
+)
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-# A row must fit the registers of one program.
-MAX_ROW_SIZE = 65536
 
 
-def default_config(*, row_size: int, device: DeviceInfo) -> KernelConfig:
-    """Rows per program and warps: 8 to 16 elements per lane, at least 1024 per program.
+@device_function
+def _row_offsets(row, stride_outer, stride_inner, INNER: tl.constexpr):
+    """Where rows begin: they are addressed by two axes, the inner one of size INNER."""
+    outer = (row // INNER).to(tl.int64)
+    return outer * stride_outer + (row % INNER).to(tl.int64) * stride_inner
 
-    Args:
-        row_size: elements of the normalised axis.
-        device: what the kernel will run on.
-    """
-    padded = triton.next_power_of_2(row_size)
-    if device.platform == "interpreter":
-        return KernelConfig.of(ROWS=max(1, 65536 // padded), num_warps=1)
-    rows = max(1, min(16, 1024 // padded))
-    lanes = rows * padded // 16
-    num_warps = min(max(1, lanes // device.limits.warp_size), 16)
-    max_warps = 1024 // device.limits.warp_size
-    return KernelConfig.of(ROWS=rows, num_warps=min(num_warps, max_warps))
+
+@device_function
+def _load_rows(
+    x_ptr, residual_ptr, row, cols, mask, stride_x_outer, stride_x_inner,
+    stride_residual_outer, stride_residual_inner, INNER: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, EVICT_FIRST: tl.constexpr,
+):  # fmt: skip
+    """(x, residual), as stored; x twice without a residual."""
+    EVICTION: tl.constexpr = "evict_first" if EVICT_FIRST else ""
+    rows = _row_offsets(row, stride_x_outer, stride_x_inner, INNER)
+    x = tl.load(x_ptr + rows + cols, mask=mask, other=0.0, eviction_policy=EVICTION)
+    residual = x
+    if HAS_RESIDUAL:
+        rows = _row_offsets(row, stride_residual_outer, stride_residual_inner, INNER)
+        residual = tl.load(
+            residual_ptr + rows + cols, mask=mask, other=0.0, eviction_policy=EVICTION
+        )
+    return x, residual
+
+
+@device_function
+def _store_rows(
+    out_ptr, residual_out_ptr, x, residual, weight, row, cols, mask, stride_out_outer,
+    stride_out_inner, stride_residual_out_outer, stride_residual_out_inner, eps,
+    INNER: tl.constexpr, ROW_SIZE: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, EMULATE_BF16: tl.constexpr,
+):  # fmt: skip
+    """Normalise loaded rows and write the results."""
+    total = x.to(tl.float32)
+    if HAS_RESIDUAL:
+        total += residual.to(tl.float32)
+        rows = _row_offsets(
+            row, stride_residual_out_outer, stride_residual_out_inner, INNER
+        )
+        residual_out = round_to(total, x.dtype, EMULATE_BF16)
+        tl.store(residual_out_ptr + rows + cols, residual_out, mask=mask)
+    mean_square = tl.sum(total * total, 1, keep_dims=True) / ROW_SIZE
+    normed = total * tl.rsqrt(mean_square + eps)
+    if HAS_WEIGHT:
+        normed = round_to(normed, weight.dtype, EMULATE_BF16).to(tl.float32)
+        normed = normed * weight.to(tl.float32)
+    rows = _row_offsets(row, stride_out_outer, stride_out_inner, INNER)
+    normed = round_to(normed, x.dtype, EMULATE_BF16)
+    tl.store(out_ptr + rows + cols, normed, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -67,39 +109,57 @@ def _rms_norm_kernel(
     INNER: tl.constexpr, ROW_SIZE: tl.constexpr, ROW_SIZE_PADDED: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, EMULATE_BF16: tl.constexpr,
     # tile
-    ROWS: tl.constexpr,
+    ROWS: tl.constexpr, PERSISTENT: tl.constexpr, EVICT_FIRST: tl.constexpr,
 ):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    cols = tl.arange(0, ROW_SIZE_PADDED)[None, :]
+    in_row = tl.broadcast_to(cols < ROW_SIZE, (ROWS, ROW_SIZE_PADDED))
+    # A program of one row has that row: the grid holds no more programs than rows.
+    mask = in_row
+    if ROWS > 1:
+        mask = in_row & (row < num_rows)
+
+    weight = 0.0
+    if HAS_WEIGHT:
+        # As a whole tile: in x's layout, so that lanes need no exchange.
+        offsets = tl.broadcast_to(cols, (ROWS, ROW_SIZE_PADDED))
+        weight = tl.load(weight_ptr + offsets, mask=in_row, other=0.0)
     if HAS_RESIDUAL:
         count_launch(counts_ptr, COUNT_FUSED_ADD_RMS_NORM)
     else:
         count_launch(counts_ptr, COUNT_RMS_NORM)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    outer = (row // INNER).to(tl.int64)
-    within = (row % INNER).to(tl.int64)
-    cols = tl.arange(0, ROW_SIZE_PADDED)
-    mask = (row < num_rows)[:, None] & (cols < ROW_SIZE)[None, :]
 
-    x_rows = outer * stride_x_outer + within * stride_x_inner
-    x = tl.load(x_ptr + x_rows[:, None] + cols[None, :], mask=mask, other=0.0)
-    total = x.to(tl.float32)
-    if HAS_RESIDUAL:
-        rows = outer * stride_residual_outer + within * stride_residual_inner
-        offsets = rows[:, None] + cols[None, :]
-        total += tl.load(residual_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-        rows = outer * stride_residual_out_outer + within * stride_residual_out_inner
-        offsets = rows[:, None] + cols[None, :]
-        residual_out = round_to(total, x.dtype, EMULATE_BF16)
-        tl.store(residual_out_ptr + offsets, residual_out, mask=mask)
-
-    mean_square = tl.sum(total * total, 1) / ROW_SIZE
-    normed = total * tl.rsqrt(mean_square + eps)[:, None]
-    if HAS_WEIGHT:
-        weight = tl.load(weight_ptr + cols, mask=cols < ROW_SIZE, other=0.0)
-        normed = round_to(normed, weight.dtype, EMULATE_BF16).to(tl.float32)
-        normed = normed * weight.to(tl.float32)[None, :]
-    rows = outer * stride_out_outer + within * stride_out_inner
-    offsets = rows[:, None] + cols[None, :]
-    tl.store(out_ptr + offsets, round_to(normed, x.dtype, EMULATE_BF16), mask=mask)
+    # All loads leave before the first wait. Behind the branch of count_launch() ptxas
+    # cannot put off the weight's until x has come.
+    x, residual = _load_rows(
+        x_ptr, residual_ptr, row, cols, mask, stride_x_outer, stride_x_inner,
+        stride_residual_outer, stride_residual_inner, INNER, HAS_RESIDUAL,
+        EVICT_FIRST,
+    )  # fmt: skip
+    if PERSISTENT:
+        step = tl.num_programs(0) * ROWS
+        for _ in range(tl.program_id(0) * ROWS, num_rows, step):
+            # The next rows are fetched while these are worked on.
+            next_mask = in_row & (row + step < num_rows)
+            next_x, next_residual = _load_rows(
+                x_ptr, residual_ptr, row + step, cols, next_mask, stride_x_outer,
+                stride_x_inner, stride_residual_outer, stride_residual_inner, INNER,
+                HAS_RESIDUAL, EVICT_FIRST,
+            )  # fmt: skip
+            _store_rows(
+                out_ptr, residual_out_ptr, x, residual, weight, row, cols, mask,
+                stride_out_outer, stride_out_inner, stride_residual_out_outer,
+                stride_residual_out_inner, eps, INNER, ROW_SIZE, HAS_RESIDUAL,
+                HAS_WEIGHT, EMULATE_BF16,
+            )  # fmt: skip
+            x, residual, mask, row = next_x, next_residual, next_mask, row + step
+    else:
+        _store_rows(
+            out_ptr, residual_out_ptr, x, residual, weight, row, cols, mask,
+            stride_out_outer, stride_out_inner, stride_residual_out_outer,
+            stride_residual_out_inner, eps, INNER, ROW_SIZE, HAS_RESIDUAL, HAS_WEIGHT,
+            EMULATE_BF16,
+        )  # fmt: skip
 
 
 def rms_norm(
@@ -141,25 +201,12 @@ def rms_norm(
     row_size = x.shape[-1]
     num_rows = x.numel() // row_size
     if num_rows:
-        default, options, counts = _config_for(x.device, row_size)
+        default, options, counts, info = _config_for(
+            x.device, row_size, x.dtype, row_bucket(num_rows)
+        )
         if config is not None:
-            options = config.options(DeviceInfo.detect(x.device).platform)
-        rows_per_program = (default if config is None else config).get("ROWS")
-        if (
-            not isinstance(rows_per_program, int)
-            or rows_per_program < 1
-            or rows_per_program & (rows_per_program - 1)
-        ):
-            raise bad_argument(
-                "config ROWS",
-                "a power of two",
-                repr(rows_per_program),
-                "correct the config",
-            )
-        if x.device.type == "cpu":
-            # The interpreter compiles nothing, so tiles may follow each call's size.
-            padded: int = triton.next_power_of_2(num_rows)
-            rows_per_program = min(rows_per_program, padded)
+            options = config.options(info.platform)
+        tile = _tile_for(default if config is None else config, num_rows, info)
         fused = residual is not None
         if residual is None or residual_out is None:
             tensors = (out, out, x, x)
@@ -170,18 +217,50 @@ def rms_norm(
             # No pair of strides reaches every row: work on copies laid out plainly.
             o, ro, i, r = (t.contiguous() for t in tensors)
             copies = (o, ro, i, r)
-            _launch(copies, weight, eps, counts, rows_per_program, options, fused)
+            _launch(copies, weight, eps, counts, tile, options, fused)
             out.copy_(copies[0])
             if residual_out is not None:
                 residual_out.copy_(copies[1])
         else:
-            _launch(
-                tensors, weight, eps, counts, rows_per_program, options, fused, folded
-            )
+            _launch(tensors, weight, eps, counts, tile, options, fused, folded)
     return out if residual_out is None else (out, residual_out)
 
 
 _Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class _Tile(NamedTuple):
+    """A config in the terms of one launch."""
+
+    rows: int
+    programs: int
+    is_persistent: bool
+    evict_first: bool
+
+
+def _tile_for(config: KernelConfig, num_rows: int, info: DeviceInfo) -> _Tile:
+    rows = config.get("ROWS")
+    if not isinstance(rows, int) or rows < 1 or rows & (rows - 1):
+        raise bad_argument(
+            "config ROWS", "a power of two", repr(rows), "correct the config"
+        )
+    programs_per_unit = config.get("PROGRAMS_PER_UNIT", 0)
+    if not isinstance(programs_per_unit, int) or programs_per_unit < 0:
+        raise bad_argument(
+            "config PROGRAMS_PER_UNIT",
+            "0 or the programs of one unit",
+            repr(programs_per_unit),
+            "correct the config",
+        )
+    if info.platform == "interpreter":
+        # It compiles nothing, so tiles may follow each call's size.
+        padded: int = triton.next_power_of_2(num_rows)
+        rows = min(rows, padded)
+    programs = triton.cdiv(num_rows, rows)
+    if programs_per_unit:
+        programs = min(programs, programs_per_unit * info.num_units)
+    evict_first = bool(config.get("EVICT_FIRST", False))
+    return _Tile(rows, programs, programs_per_unit > 0, evict_first)
 
 
 def _launch(
@@ -189,7 +268,7 @@ def _launch(
     weight: torch.Tensor | None,
     eps: float,
     counts: torch.Tensor,
-    rows_per_program: int,
+    tile: _Tile,
     options: dict[str, object],
     fused: bool,
     folded: tuple[int, list[int]] | None = None,
@@ -199,13 +278,14 @@ def _launch(
     inner, strides = folded or (1, [x.shape[-1], 0] * 4)
     row_size = x.shape[-1]
     num_rows = x.numel() // row_size
-    _rms_norm_kernel[(triton.cdiv(num_rows, rows_per_program),)](
+    _rms_norm_kernel[(tile.programs,)](
         *tensors, weight if weight is not None else x, counts,
         *strides, num_rows, float(eps),
         INNER=inner, ROW_SIZE=row_size,
         ROW_SIZE_PADDED=triton.next_power_of_2(row_size),
         HAS_RESIDUAL=fused, HAS_WEIGHT=weight is not None,
-        EMULATE_BF16=x.device.type == "cpu", ROWS=rows_per_program, **options,
+        EMULATE_BF16=x.device.type == "cpu", ROWS=tile.rows,
+        PERSISTENT=tile.is_persistent, EVICT_FIRST=tile.evict_first, **options,
     )  # fmt: skip
 
 
@@ -238,11 +318,13 @@ def _fold(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int | None:
 
 @functools.cache
 def _config_for(
-    device: torch.device, row_size: int
-) -> tuple[KernelConfig, dict[str, object], torch.Tensor]:
+    device: torch.device, row_size: int, dtype: torch.dtype, bucket: int
+) -> tuple[KernelConfig, dict[str, object], torch.Tensor, DeviceInfo]:
     info = DeviceInfo.detect(device)
-    config = default_config(row_size=row_size, device=info)
-    return config, config.options(info.platform), counters(device)
+    config = default_config(
+        row_size=row_size, num_rows=BUCKET_SIZES[bucket], dtype=dtype, device=info
+    )
+    return config, config.options(info.platform), counters(device), info
 
 
 def _check(

@@ -125,13 +125,16 @@ def call_everything(shape: Shape) -> None:
         )
     out = torch.empty_like(query)
     paged_attention(query, key_cache, value_cache, batch, options, out=out)
-    key = new(num_tokens, num_kv_heads, shape.head_size)
-    slots = new(num_tokens, dtype=torch.int64)
-    write_kv_cache(key, key, key_cache, value_cache, slots)
-    x, weight = new(num_tokens, shape.hidden_size), new(shape.hidden_size)
-    rms_norm(x, weight, 1e-6)
-    rms_norm(x, weight, 1e-6, residual=torch.empty_like(x))
-    rms_norm(query, new(shape.head_size), 1e-6)  # q-norm
+    # The other sizes compile what short and long calls use by default.
+    for n in (num_tokens, 16, 8192) if shape == LLAMA else (num_tokens,):
+        key = new(n, num_kv_heads, shape.head_size)
+        slots = new(n, dtype=torch.int64)
+        write_kv_cache(key, key, key_cache, value_cache, slots)
+        x, weight = new(n, shape.hidden_size), new(shape.hidden_size)
+        rms_norm(x, weight, 1e-6)
+        rms_norm(x, weight, 1e-6, residual=torch.empty_like(x))
+        query = new(n, num_heads, shape.head_size)
+        rms_norm(query, new(shape.head_size), 1e-6)  # q-norm
 
 
 def launched_kernels(arch: str, shape: Shape) -> list[tuple[JITFunction, dict]]:

@@ -5,7 +5,15 @@ import pytest
 import torch
 from kernel_cases import LAYOUTS, SENTINEL, bits, make_caches, make_rows
 
-from portable_backend.kernels import launch_counts, write_kv_cache
+from portable_backend.device import DeviceInfo
+from portable_backend.kernels import KernelConfig, launch_counts, write_kv_cache
+from portable_backend.kernels.kv_cache import (
+    VECTOR_BUCKET,
+    candidate_configs,
+    default_config,
+    default_configs,
+    vector_size,
+)
 from portable_backend.kernels.reference import write_kv_cache_reference
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -48,11 +56,11 @@ def make(
     return *new, *caches, slots.to(device)
 
 
-def check(key, value, key_cache, value_cache, slots, **scales):
+def check(key, value, key_cache, value_cache, slots, **options):
     """Write and compare every slot of both caches with the oracle, bit by bit."""
     expected = write_kv_cache_reference(key, value, key_cache, value_cache, slots)
     given = [bits(t).clone() for t in (key, value)]
-    assert write_kv_cache(key, value, key_cache, value_cache, slots, **scales) is None
+    assert write_kv_cache(key, value, key_cache, value_cache, slots, **options) is None
     for name, ours, right in zip(
         ("key", "value"), (key_cache, value_cache), expected, strict=True
     ):
@@ -143,6 +151,71 @@ def test_nan_and_infinity_are_copied_as_they_are(device):
 def test_scales_of_an_unquantised_cache_are_ignored(device):
     scale = torch.tensor(0.5, device=device)
     check(*make(9, device), k_scale=scale, v_scale=scale)
+
+
+# A vendor each, with the units of an H200 and an MI300X.
+GPUS = (DeviceInfo.for_arch("sm90", 132), DeviceInfo.for_arch("gfx942", 304))
+
+
+# 57 and 100 are no multiples of 16 bytes; 576 is DeepSeek's latent.
+@pytest.mark.parametrize(("heads", "size"), [(8, 128), (1, 576), (3, 57), (2, 100)])
+def test_every_candidate_config_is_right(heads, size, device):
+    """Padded tokens hold NaN, the caches a sentinel."""
+    found = {
+        config["VECTORS"]: config
+        for gpu in GPUS
+        for config in candidate_configs(num_vectors=2**20, device=gpu)
+    }
+    for config in found.values():
+        *arguments, slots = make(
+            37, device, num_kv_heads=heads, head_size=size, layout="packed_hnd"
+        )
+        slots[[1, 5, 36]] = -1
+        for new in arguments[:2]:
+            new[[1, 5, 36]] = NAN
+        check(*arguments, slots, config=config)
+
+
+def test_token_count_reaches_few_defaults():
+    """What calls of any length compile can be listed ahead."""
+    for gpu in GPUS:
+        listed = default_configs(device=gpu)
+        assert 1 <= len(listed) <= 2
+        for size in (1, 100, VECTOR_BUCKET, VECTOR_BUCKET + 1, 2**24):
+            config = default_config(num_vectors=size, device=gpu)
+            candidates = candidate_configs(num_vectors=size, device=gpu)
+            assert config in listed
+            assert candidates[0] == config
+            assert len(candidates) == len(set(candidates)) <= 13
+            for candidate in candidates:
+                lanes = candidate["num_warps"] * gpu.limits.warp_size
+                assert candidate["VECTORS"] % lanes == 0
+                assert lanes <= 1024
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype", "elements"),
+    [
+        (128, torch.bfloat16, 8),
+        (120, torch.float16, 8),
+        (100, torch.bfloat16, 4),
+        (57, torch.bfloat16, 1),
+        (128, torch.float32, 4),
+        (6, torch.float32, 2),
+    ],
+)
+def test_lanes_move_16_bytes_where_heads_allow_it(size, dtype, elements):
+    assert vector_size(size, dtype) == elements
+
+
+@pytest.mark.parametrize("given", [0, 48, None])
+def test_config_out_of_range_is_refused(given, device):
+    arguments = make(5, device)
+    before = launch_counts(device)
+    with pytest.raises(ValueError, match=f"config VECTORS must be .* {given}"):
+        config = KernelConfig.of(VECTORS=given, num_warps=1)
+        write_kv_cache(*arguments, config=config)
+    assert launch_counts(device) == before
 
 
 # vllm#47671, sglang#20389: more than 2^31 elements in the pool.

@@ -5,9 +5,15 @@ import pytest
 import torch
 from kernel_cases import SENTINEL, assert_close, bits
 
+from portable_backend.device import DeviceInfo
 from portable_backend.kernels import launch_counts, rms_norm
 from portable_backend.kernels.config import KernelConfig
 from portable_backend.kernels.reference import rms_norm_reference
+from portable_backend.kernels.rms_norm_space import (
+    candidate_configs,
+    default_config,
+    default_configs,
+)
 
 # Odd sizes, powers of two and their neighbours; SmolLM2's 576, Llama's 4096, 5120.
 SIZES = (1, 7, 64, 100, 128, 576, 1000, 4096, 5120, 8192)
@@ -277,6 +283,105 @@ def test_config_changes_nothing_but_the_speed(rows, device):
     config = KernelConfig.of(ROWS=rows, num_warps=2)
     check(x, weight, config=config)
     check(x, weight, randn(37, 100, dtype=x.dtype, device=device), config=config)
+
+
+# A vendor each, with the units of an H200 and an MI300X.
+GPUS = (DeviceInfo.for_arch("sm90", 132), DeviceInfo.for_arch("gfx942", 304))
+# q-norm, SmolLM2's rows, rows of whole 16-byte vectors that fill no power of two.
+CANDIDATE_SIZES = (128, 576, 2880)
+
+
+def distinct_candidates(size, num_rows, device):
+    """Candidates for long calls; of those that the interpreter takes for one, one."""
+    found = {}
+    for gpu in GPUS:
+        for config in candidate_configs(
+            row_size=size, num_rows=2**20, dtype=torch.bfloat16, device=gpu
+        ):
+            rows, programs = config["ROWS"], config["PROGRAMS_PER_UNIT"]
+            if device.type == "cpu":
+                key = min(rows, num_rows), min(programs, num_rows)
+            else:
+                key = config
+            found[key] = config
+    return list(found.values())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("size", CANDIDATE_SIZES)
+def test_every_candidate_config_is_right(size, fused, device):
+    """Rows are no multiple of a tile, and many times the programs of a unit."""
+    num_rows = 11 if device.type == "cpu" else 4099
+    shape, stride = (num_rows, size), (size + 24, 1)
+    weight = randn(size, dtype=torch.bfloat16, device=device)
+    candidates = distinct_candidates(size, num_rows, device)
+    assert any(c["PROGRAMS_PER_UNIT"] for c in candidates)
+    for config in candidates:
+        guards = []
+        for _ in range(3):
+            guards.append(guarded(shape, stride, torch.bfloat16, device))
+        (_, x), *outputs = guards
+        x.copy_(randn(*shape, dtype=torch.bfloat16, device=device))
+        residual = randn(*shape, dtype=torch.bfloat16, device=device, seed=2)
+        (_, out), (_, residual_out) = outputs
+        out.fill_(float("nan"))
+        residual_out.fill_(float("nan"))
+        arguments = {"out": out, "config": config}
+        if fused:
+            arguments["residual_out"] = residual_out
+        check(x, weight, residual if fused else None, **arguments)
+        residual_out.fill_(SENTINEL)
+        out.fill_(SENTINEL)
+        for buffer, _ in outputs:
+            assert bool((buffer == SENTINEL).all()), f"{config}: written between rows"
+
+
+@pytest.mark.parametrize("programs", [1, 2, 3])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_programs_that_go_on_to_further_rows_work_in_place(rows, programs, device):
+    """They fetch rows ahead, which no program may have written by then."""
+    config = KernelConfig.of(ROWS=rows, PROGRAMS_PER_UNIT=programs, num_warps=1)
+    x = randn(
+        4099 if device.type == "cuda" else 23, 96, dtype=torch.bfloat16, device=device
+    )
+    residual = randn(*x.shape, dtype=x.dtype, device=device, seed=2)
+    weight = randn(96, dtype=x.dtype, device=device)
+    before = launch_counts(device)["fused_add_rms_norm"]
+    check(x, weight, residual, out=x, residual_out=residual, config=config)
+    assert launch_counts(device)["fused_add_rms_norm"] == before + 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 100, 128, 576, 4096, 5120, 65536])
+def test_row_count_reaches_few_defaults(size, dtype):
+    """What calls of any length compile can be listed ahead."""
+    for gpu in GPUS:
+        listed = default_configs(row_size=size, dtype=dtype, device=gpu)
+        assert 1 <= len(listed) <= 3
+        for num_rows in (1, 2, 16, 511, 512, 513, 4096, 4097, 2**20):
+            arguments = dict(row_size=size, num_rows=num_rows, dtype=dtype, device=gpu)
+            config = default_config(**arguments)
+            assert config in listed
+            candidates = candidate_configs(**arguments)
+            assert candidates[0] == config
+            assert len(candidates) == len(set(candidates)) <= 100
+            for candidate in candidates:
+                assert candidate["num_warps"] * gpu.limits.warp_size <= 1024
+                if num_rows < 2 * gpu.num_units:
+                    assert not candidate["PROGRAMS_PER_UNIT"]
+
+
+@pytest.mark.parametrize(
+    ("parameter", "given"),
+    [("ROWS", 0), ("ROWS", 3), ("ROWS", None), ("PROGRAMS_PER_UNIT", -1)],
+)
+def test_config_out_of_range_is_refused(parameter, given, device):
+    x = randn(3, 64, dtype=torch.bfloat16, device=device)
+    config = KernelConfig.of(ROWS=1, num_warps=1).replace(**{parameter: given})
+    before = launch_counts(device)
+    with pytest.raises(ValueError, match=f"config {parameter} must be .* {given}"):
+        rms_norm(x, None, EPS, config=config)
+    assert launch_counts(device) == before
 
 
 def test_each_call_is_one_launch(device):
