@@ -48,6 +48,7 @@ def default_config(
     block_size: int,
     device: DeviceInfo,
     num_programs: int = 1,
+    with_prefill: bool = False,
 ) -> KernelConfig:
     """A config that is right everywhere and sensible on the architectures we know.
 
@@ -57,6 +58,7 @@ def default_config(
         block_size: tokens per KV block.
         device: what the kernel will run on.
         num_programs: requests times KV heads, before any of them is cut.
+        with_prefill: the step has prefills, too, whose programs share the units.
     """
     if device.platform == "interpreter":
         return KernelConfig.of(
@@ -78,8 +80,8 @@ def default_config(
     elif device.arch == "sm90" and padded <= 128:
         # Programs that all run at once want deep pipelines, since little else hides the
         # latency; where more are waiting, many in residence with shallow ones.
-        few = num_programs <= device.num_units
-        many = num_programs > 2 * device.num_units
+        few = num_programs <= device.num_units and not with_prefill
+        many = num_programs > 2 * device.num_units or with_prefill
         if block_size % block_n == 0:
             load = "descriptor"
             num_stages, ctas = (3, 2) if few else (2, 6) if many else (4, 2)
@@ -92,7 +94,7 @@ def default_config(
     # one are held in shared memory, beside queries and probabilities.
     limit = device.limits.shared_bytes_per_unit // 2
     limit = min(limit, device.limits.shared_bytes_per_block) - 1024
-    while element_size * _shared_elements(block_n, padded, num_stages) > limit:
+    while element_size * shared_elements(block_n, padded, num_stages) > limit:
         if num_stages > 2:
             num_stages -= 1
         elif block_n > 16:
@@ -113,7 +115,7 @@ def default_config(
     )
 
 
-def _shared_elements(block_n: int, padded: int, num_stages: int) -> int:
+def shared_elements(block_n: int, padded: int, num_stages: int) -> int:
     """Estimate for 32 query rows: queries, K and V tiles, probabilities."""
     return padded * (32 + 2 * max(1, num_stages - 1) * block_n) + 32 * block_n
 

@@ -197,27 +197,36 @@ class StepKind:
         max_decodes: requests that take the decode kernel, rounded up to a power of two.
         no_context: as in PagedBatch.
         max_seq_len: longest request in tokens, rounded up to one of SEQ_LENS.
+        mixed: the step has prefills and decodes.
     """
 
     max_decodes: int = 1
     no_context: bool = False
     max_seq_len: int = SEQ_LENS[-1]
+    mixed: bool = False
 
     @classmethod
-    def of(cls, num_decodes: int, no_context: bool, max_seq_len: int) -> StepKind:
+    def of(
+        cls, num_decodes: int, no_context: bool, max_seq_len: int, has_prefill: bool
+    ) -> StepKind:
         """The kind of a step with these numbers."""
-        rounded = next((n for n in SEQ_LENS if max_seq_len <= n), SEQ_LENS[-1])
-        return cls(1 << max(num_decodes - 1, 0).bit_length(), no_context, rounded)
+        return cls(
+            max_decodes=1 << max(num_decodes - 1, 0).bit_length(),
+            no_context=no_context,
+            max_seq_len=next((n for n in SEQ_LENS if max_seq_len <= n), SEQ_LENS[-1]),
+            mixed=has_prefill and num_decodes > 0,
+        )
 
     @classmethod
     def within(cls, max_num_seqs: int) -> list[StepKind]:
         """Every kind that steps of at most max_num_seqs requests have."""
         powers = range(max(max_num_seqs - 1, 0).bit_length() + 1)
         return [
-            cls(1 << power, no_context, seq_len)
+            cls(1 << power, no_context, seq_len, mixed)
             for power in powers
             for no_context in (False, True)
             for seq_len in SEQ_LENS
+            for mixed in (False, True)
         ]
 
 
@@ -442,7 +451,9 @@ class AttentionPlanner:
             num_decodes = int(short.sum())
             long_lens = lens[lens > self.max_decode_query_len]
             has_prefill = long_lens.numel() > 0
-        kind = StepKind.of(num_decodes, batch.no_context, batch.max_seq_len)
+        kind = StepKind.of(
+            num_decodes, batch.no_context, batch.max_seq_len, has_prefill
+        )
         config = self.config_for(kind)
         tile_tokens = _tile_tokens(config)
         num_tiles = 0
@@ -624,6 +635,7 @@ def default_config(
             device=device,
             no_context=kind.no_context,
             max_seq_len=kind.max_seq_len,
+            with_decodes=kind.mixed,
         ),
         decode=decode.default_config(
             head_size=head_size,
@@ -631,6 +643,7 @@ def default_config(
             block_size=block_size,
             device=device,
             num_programs=kind.max_decodes * num_kv_heads,
+            with_prefill=kind.mixed,
         ),
         merge=decode.default_merge_config(device=device),
     )

@@ -60,6 +60,7 @@ def default_config(
     device: DeviceInfo,
     no_context: bool = False,
     max_seq_len: int = 1 << 30,
+    with_decodes: bool = False,
 ) -> KernelConfig:
     """A config that is right everywhere and sensible on the architectures we know.
 
@@ -71,6 +72,7 @@ def default_config(
         device: what the kernel will run on.
         no_context: nothing is cached; the step's own keys and values are all there is.
         max_seq_len: longest request, cached and new tokens.
+        with_decodes: the step has decodes, too, whose programs share the units.
     """
     padded = triton.next_power_of_2(head_size)
     block_m, block_n, num_warps = _TILES.get(device.arch, _SMALL_TILE)
@@ -93,6 +95,10 @@ def default_config(
             load = "new"
         if padded > 128:
             pack = min(pack, 2)
+        elif with_decodes and load != "pointer":
+            # Leave room beside each program for one that decodes.
+            block_m, num_warps, num_stages = 64, 4, 3
+            pack = min(pack, 2)
         elif load == "pointer" or max_seq_len <= (
             SHORT_SEQ_LEN if load == "descriptor" else 4 * SHORT_SEQ_LEN
         ):
@@ -106,7 +112,7 @@ def default_config(
             pack = min(pack, 2 if load == "descriptor" else 4)
     limit = device.limits.shared_bytes_per_block
     while (
-        _shared_elements(block_m, block_n, padded, num_stages, device) * element_size
+        shared_elements(block_m, block_n, padded, num_stages, device) * element_size
         > limit
     ):
         if num_stages > 1:
@@ -132,7 +138,7 @@ def default_config(
     )
 
 
-def _shared_elements(
+def shared_elements(
     block_m: int, block_n: int, padded: int, num_stages: int, device: DeviceInfo
 ) -> int:
     """Upper estimate: the query tile, and every stage's K and V tile.

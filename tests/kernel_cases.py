@@ -439,6 +439,10 @@ def make_inputs(case: Case, device: torch.device) -> Inputs:
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
             query_start_loc_cpu=starts if case.host_starts_given else None,
+            no_context=case.new_tokens_given
+            and all(
+                query_len in (seq_len, *range(9)) for query_len, seq_len in case.seqs
+            ),
         ),
         options=AttentionOptions(
             scale=case.head_size**-0.5,
