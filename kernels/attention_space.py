@@ -130,6 +130,9 @@ def decode_configs(problem: AttentionProblem) -> Iterator[KernelConfig]:
         if problem.element_size == 4 and on_gpu and block_n > 32:
             continue
         shared = decode.shared_elements(block_n, padded, num_stages)
+        if device.platform == "hip":  # queries and tiles take turns there
+            tiles = 2 * block_n * max(1, num_stages - 1)
+            shared = padded * max(32, tiles) + 32 * block_n
         if not problem.fits_shared(shared):
             continue
         lanes = num_warps * device.limits.warp_size
