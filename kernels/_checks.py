@@ -221,6 +221,7 @@ def check_plan(
         "dtype": query.dtype,
         "sliding_window": options.sliding_window,
         "causal": options.causal,
+        "device": query.device,
     }
     for name, value in got.items():
         if getattr(planner, name) != value:
@@ -281,10 +282,21 @@ def check_config(config: AttentionConfig) -> None:
 
 def check_lengths(batch: PagedBatch, device: torch.device) -> int:
     """Number of requests, if both length tensors are fit to be read by the kernel."""
-    num_seqs = batch.seq_lens.shape[0] if batch.seq_lens.dim() == 1 else -1
+    lens, starts = batch.seq_lens, batch.query_start_loc
+    num_seqs = lens.shape[0] if lens.dim() == 1 else -1
+    # All at once first: this runs in every step.
+    if (
+        num_seqs >= 0
+        and starts.shape == (num_seqs + 1,)
+        and lens.dtype == starts.dtype == torch.int32
+        and lens.device == starts.device == device
+        and lens.is_contiguous()
+        and starts.is_contiguous()
+    ):
+        return num_seqs
     for name, tensor, size in (
-        ("seq_lens", batch.seq_lens, num_seqs),
-        ("query_start_loc", batch.query_start_loc, num_seqs + 1),
+        ("seq_lens", lens, num_seqs),
+        ("query_start_loc", starts, num_seqs + 1),
     ):
         right = tensor.dtype == torch.int32 and tensor.shape == (size,)
         if not right or (size > 1 and tensor.stride(0) != 1):
@@ -294,7 +306,7 @@ def check_lengths(batch: PagedBatch, device: torch.device) -> int:
                 f"{tensor.dtype} {list(tensor.shape)} with stride {tensor.stride()}",
                 "call .to(torch.int32) or .contiguous(), or correct the shape",
             )
-        if tensor.device.type != device.type:
+        if tensor.device != device:
             raise bad_argument(
                 name, f"on the planner's {device}", tensor.device, "move it there"
             )

@@ -7,13 +7,20 @@ kernels: decode (short queries, keys split), merge (of the splits), prefill (the
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from portable_backend.errors import bad_argument
-from portable_backend.kernels._checks import check_attention, check_plan
+from portable_backend.kernels._checks import check_attention, check_batch, check_plan
+from portable_backend.kernels._descriptors import DescriptorMaker, fits_descriptors
+from portable_backend.kernels._direct import (
+    Gate,
+    Launch,
+    pointer_class,
+    pointer_classes,
+)
 from portable_backend.kernels._softmax import LOG2E
 from portable_backend.kernels.config import AttentionConfig
 from portable_backend.kernels.decode import _decode_kernel, _merge_kernel
@@ -42,9 +49,19 @@ class PagedBatch:
     max_seq_len: int
     query_start_loc_cpu: torch.Tensor | None = None
     plan: AttentionPlan | None = None
+    # Made by the step's first call; a copy with other tensors starts without.
+    _step: _Step | None = field(default=None, init=False, repr=False, compare=False)
 
     def with_plan(self, plan: AttentionPlan) -> PagedBatch:
-        return replace(self, plan=plan)
+        return PagedBatch(
+            self.query_start_loc,
+            self.seq_lens,
+            self.block_table,
+            self.max_query_len,
+            self.max_seq_len,
+            self.query_start_loc_cpu,
+            plan,
+        )
 
 
 @dataclass(frozen=True)
@@ -125,72 +142,215 @@ def paged_attention(
             "pass the config to AttentionPlanner instead",
         )
     planner = plan.planner
-    if plan.num_seqs != batch.seq_lens.shape[0] or plan.num_tokens > query.shape[0]:
-        raise bad_argument(
-            "batch.plan",
-            f"made for this step of {batch.seq_lens.shape[0]} requests and at most "
-            f"{query.shape[0]} tokens",
-            f"one for {plan.num_seqs} requests and {plan.num_tokens} tokens",
-            "call AttentionPlanner.plan for each step",
-        )
-    signature = _signature(query, key_cache, value_cache, batch, options, out)
-    if signature not in planner.checked:
-        check_attention(query, key_cache, value_cache, batch, options, out)
-        check_plan(query, key_cache, batch, options, planner)
-        planner.checked.add(signature)
+    step = batch._step
+    if step is None:
+        step = _Step(batch, plan, query.device)
+        object.__setattr__(batch, "_step", step)
+    addresses = (
+        out.data_ptr(), query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr()
+    )  # fmt: skip
+    signature, num_tokens, out_tokens = _signature(
+        query, key_cache, value_cache, options, out, step, addresses
+    )
+    binding = planner.bindings.get(signature)
+    if binding is None or out_tokens < num_tokens or plan.num_tokens > num_tokens:
+        # Raises where a tensor has too few rows, whatever is bound already.
+        binding = _bind(query, key_cache, value_cache, batch, options, out)
+        planner.bindings[signature] = binding
     if plan.num_seqs == 0:
         return out
-    common = _common_arguments(query, key_cache, value_cache, batch, options, out)
-    if plan.num_items:
-        _launch_decode(plan, common)
-    if plan.num_tiles:
-        _launch_prefill(plan, common)
+    sinks, slopes = options.sinks, options.alibi_slopes
+    stream = planner.gate.stream() if binding.ready else None
+    if stream is None:
+        # Unused pointers still need a tensor; the flag keeps them unread.
+        unused = planner.header
+        _launch(
+            binding, plan, step, None,
+            (out, query, key_cache, value_cache, *step.tensors,
+             unused if sinks is None else sinks, unused if slopes is None else slopes),
+            planner.buffers,
+        )  # fmt: skip
+        binding.ready = all(launch.ready for launch in binding.launches)
+    else:
+        buffers = planner.addresses
+        unused = buffers.header
+        _launch(
+            binding, plan, step, stream,
+            (*addresses, *step.addresses,
+             unused if sinks is None else sinks.data_ptr(),
+             unused if slopes is None else slopes.data_ptr()),
+            buffers,
+        )  # fmt: skip
     return out
 
 
-@dataclass(frozen=True)
-class _Common:
-    """Arguments that the decode and prefill kernels share, in their order."""
+class _Step:
+    """A planned batch as every layer of the step sees it."""
 
-    out: torch.Tensor
-    query: torch.Tensor
-    key_cache: torch.Tensor
-    value_cache: torch.Tensor
-    batch: PagedBatch
-    inputs: tuple[Any, ...]
-    strides: tuple[int, ...]
-    scalars: tuple[Any, ...]
-    flags: dict[str, Any]
+    __slots__ = ("addresses", "kinds", "stride_table", "tensors")
+
+    def __init__(
+        self, batch: PagedBatch, plan: AttentionPlan, device: torch.device
+    ) -> None:
+        if plan.num_seqs != batch.seq_lens.shape[0]:
+            raise _another_step(batch, plan)
+        check_batch(batch, device)
+        self.tensors = (batch.block_table, batch.query_start_loc, batch.seq_lens)
+        self.addresses = tuple(tensor.data_ptr() for tensor in self.tensors)
+        self.stride_table = batch.block_table.stride(0)
+        # All of the step that decides which binaries are launched.
+        self.kinds = (
+            plan.num_items > 0, plan.may_split, plan.num_tiles > 0, plan.block_m,
+            *(pointer_class(tensor) for tensor in self.tensors),
+        )  # fmt: skip
 
 
-def _common_arguments(
+def _another_step(
+    batch: PagedBatch, plan: AttentionPlan, num_tokens: int | None = None
+) -> ValueError:
+    at_most = "" if num_tokens is None else f" and at most {num_tokens} tokens"
+    return bad_argument(
+        "batch.plan",
+        f"made for this step of {batch.seq_lens.shape[0]} requests{at_most}",
+        f"one for {plan.num_seqs} requests and {plan.num_tokens} tokens",
+        "call AttentionPlanner.plan for each step",
+    )
+
+
+def _signature(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    options: AttentionOptions,
+    out: torch.Tensor,
+    step: _Step,
+    addresses: tuple[int, ...],
+) -> tuple[tuple[object, ...], int, int]:
+    """What checks and launches depend on, and the rows of query and out.
+
+    A step's layers repeat it, and so do the next steps: the numbers of tokens and of
+    requests are no part of it.
+    """
+    # No name for the shapes' other axes: tensors of another rank get here too.
+    num_tokens, *query_axes = query.shape or (0,)
+    out_tokens, *out_axes = out.shape or (0,)
+    out_ptr, query_ptr, key_ptr, value_ptr = addresses
+    address_bits = out_ptr | query_ptr | key_ptr | value_ptr
+    sinks, slopes = options.sinks, options.alibi_slopes
+    signature = (
+        *query_axes, query.stride(), query.dtype, query.device, num_tokens == 0,
+        *out_axes, out.stride(), out.dtype, out.device, out_tokens == 0,
+        key_cache.shape, key_cache.stride(), key_cache.dtype, key_cache.device,
+        value_cache.shape, value_cache.stride(), value_cache.dtype, value_cache.device,
+        options.scale, options.causal, options.sliding_window, options.softcap,
+        None if sinks is None else _per_head(sinks),
+        None if slopes is None else _per_head(slopes),
+        step.kinds,
+        pointer_classes(address_bits, (out, query, key_cache, value_cache)),
+    )  # fmt: skip
+    return signature, num_tokens, out_tokens
+
+
+def _per_head(tensor: torch.Tensor) -> tuple[object, ...]:
+    kind = pointer_class(tensor)
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, kind
+
+
+class _Binding:
+    """A signature that passed the checks, and its launches."""
+
+    __slots__ = (
+        "decode", "descriptors", "launches", "merge", "prefill", "ready", "scalars",
+        "strides",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        strides: tuple[int, ...],
+        scalars: tuple[Any, ...],
+        launches: tuple[Launch, Launch, Launch],
+        needed: tuple[bool, bool, bool],
+        descriptors: tuple[DescriptorMaker, DescriptorMaker] | None,
+    ) -> None:
+        self.strides = strides
+        self.scalars = scalars
+        self.decode, self.merge, self.prefill = launches
+        self.launches = [x for x, need in zip(launches, needed, strict=True) if need]
+        self.descriptors = descriptors
+        self.ready = False
+
+
+def _bind(
     query: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     batch: PagedBatch,
     options: AttentionOptions,
     out: torch.Tensor,
-) -> _Common:
-    assert batch.plan is not None
-    planner = batch.plan.planner
+) -> _Binding:
+    """Check everything and fix what the layers of one signature share."""
+    plan = batch.plan
+    assert plan is not None
+    planner = plan.planner
+    check_attention(query, key_cache, value_cache, batch, options, out)
+    if plan.num_tokens > query.shape[0]:
+        raise _another_step(batch, plan, query.shape[0])
+    check_plan(query, key_cache, batch, options, planner)
     window, softcap = options.sliding_window, options.softcap
-    # Unused pointers still need a tensor; the flag keeps them unread.
-    sinks = options.sinks if options.sinks is not None else planner.header
-    slopes = options.alibi_slopes
-    slopes = slopes if slopes is not None else planner.header
-    return _Common(
-        out=out,
-        query=query,
-        key_cache=key_cache,
-        value_cache=value_cache,
-        batch=batch,
-        inputs=(
-            batch.block_table, batch.query_start_loc, batch.seq_lens, sinks, slopes,
-        ),
+    config, platform = planner.config, planner.info.platform
+    sizes = {
+        "NUM_QUERIES_PER_KV": planner.queries_per_kv,
+        "HEAD_SIZE": planner.head_size,
+        "HEAD_SIZE_PADDED": planner.head_size_padded,
+        "EMULATE_BF16": planner.emulate_bf16,
+    }
+    common = sizes | {
+        "CAUSAL": options.causal,
+        "HAS_WINDOW": window is not None,
+        "SOFTCAP": bool(softcap),
+        "ALIBI": options.alibi_slopes is not None,
+        "SINKS": options.sinks is not None,
+        "BLOCK_SIZE": planner.block_size,
+    }
+    decode = common | {
+        "NUM_KV_HEADS": planner.num_kv_heads,
+        "BLOCK_M": plan.block_m,
+        "BLOCK_N": config.decode["BLOCK_N"],
+        "NUM_STAGES": config.decode["num_stages"],
+    }
+    merge = sizes | {
+        "NUM_KV_HEADS": planner.num_kv_heads,
+        "BLOCK_SPLITS": config.merge["BLOCK_SPLITS"],
+    }
+    block_n, load = config.prefill["BLOCK_N"], config.prefill["LOAD"]
+    descriptors = None
+    if load == "descriptor":
+        if fits_descriptors(key_cache, block_n) and fits_descriptors(
+            value_cache, block_n
+        ):
+            tile = (block_n, planner.head_size_padded)
+            descriptors = (
+                DescriptorMaker(key_cache, tile), DescriptorMaker(value_cache, tile)
+            )  # fmt: skip
+        else:
+            load = "pointer"
+    prefill = common | {
+        "BLOCK_M": config.prefill["BLOCK_M"],
+        "BLOCK_N": block_n,
+        "PACK": config.prefill["PACK"],
+        "LOAD": load,
+        "NUM_STAGES": config.prefill["num_stages"],
+    }
+    gate = planner.gate
+    launches = (
+        Launch(_decode_kernel, decode, config.decode.options(platform), gate),
+        Launch(_merge_kernel, merge, config.merge.options(platform), gate),
+        Launch(_prefill_kernel, prefill, config.prefill.options(platform), gate),
+    )
+    return _Binding(
         strides=(
             *out.stride()[:2], *query.stride()[:2],
             *key_cache.stride()[:3], *value_cache.stride()[:3],
-            batch.block_table.stride(0),
         ),
         scalars=(
             window or 0,
@@ -198,98 +358,49 @@ def _common_arguments(
             float(options.scale / softcap) if softcap else 0.0,
             float(softcap * LOG2E) if softcap else 0.0,
         ),
-        flags={
-            "CAUSAL": options.causal,
-            "HAS_WINDOW": window is not None,
-            "SOFTCAP": bool(softcap),
-            "ALIBI": options.alibi_slopes is not None,
-            "SINKS": options.sinks is not None,
-            "NUM_QUERIES_PER_KV": planner.queries_per_kv,
-            "BLOCK_SIZE": planner.block_size,
-            "HEAD_SIZE": planner.head_size,
-            "HEAD_SIZE_PADDED": planner.head_size_padded,
-            "EMULATE_BF16": planner.emulate_bf16,
-        },
+        launches=launches,
+        needed=(plan.num_items > 0, plan.may_split, plan.num_tiles > 0),
+        descriptors=descriptors,
     )  # fmt: skip
 
 
-def _launch_decode(plan: AttentionPlan, common: _Common) -> None:
+def _launch(
+    binding: _Binding,
+    plan: AttentionPlan,
+    step: _Step,
+    stream: int | None,
+    pointers: tuple[Any, ...],
+    buffers: tuple[Any, ...],
+) -> None:
+    """Launch what the plan needs, with addresses if there is a stream, else tensors."""
+    out, query, key_cache, value_cache, *inputs = pointers
+    header, items, splits, tiles, counts, partial, lse = buffers
     planner = plan.planner
-    config, merge = planner.config.decode, planner.config.merge
-    num_rows = plan.row_blocks * plan.block_m
-    _decode_kernel[(plan.num_items * planner.num_kv_heads, plan.row_blocks)](
-        common.out, planner.partial, planner.lse,
-        common.query, common.key_cache, common.value_cache, *common.inputs,
-        planner.header, planner.items, planner.counts,
-        *common.strides, num_rows, *common.scalars,
-        **common.flags, NUM_KV_HEADS=planner.num_kv_heads, BLOCK_M=plan.block_m,
-        BLOCK_N=config["BLOCK_N"], NUM_STAGES=config["num_stages"],
-        **config.options(planner.info.platform),
-    )  # fmt: skip
-    if not plan.may_split:
-        return
-    rows = plan.decode_query_len * planner.num_query_heads
-    _merge_kernel[(plan.num_seqs, rows)](
-        common.out, planner.partial, planner.lse, common.batch.query_start_loc,
-        planner.splits, planner.counts, *common.strides[:2], num_rows,
-        NUM_KV_HEADS=planner.num_kv_heads, NUM_QUERIES_PER_KV=planner.queries_per_kv,
-        HEAD_SIZE=planner.head_size, HEAD_SIZE_PADDED=planner.head_size_padded,
-        EMULATE_BF16=planner.emulate_bf16, BLOCK_SPLITS=merge["BLOCK_SPLITS"],
-        **merge.options(planner.info.platform),
-    )  # fmt: skip
-
-
-def _launch_prefill(plan: AttentionPlan, common: _Common) -> None:
-    planner = plan.planner
-    config = planner.config.prefill
-    block_n, load = config["BLOCK_N"], config["LOAD"]
-    key_cache: Any = common.key_cache
-    value_cache: Any = common.value_cache
-    if load == "descriptor" and not _fits_descriptors(key_cache, value_cache, block_n):
-        load = "pointer"
-    if load == "descriptor":
-        key_cache = _descriptor(key_cache, block_n, planner.head_size_padded)
-        value_cache = _descriptor(value_cache, block_n, planner.head_size_padded)
-    pack = config["PACK"]
-    _prefill_kernel[(plan.num_tiles, planner.num_query_heads // pack)](
-        common.out, common.query, key_cache, value_cache, *common.inputs,
-        planner.header, planner.tiles, planner.counts,
-        *common.strides, *common.scalars,
-        **common.flags, BLOCK_M=config["BLOCK_M"], BLOCK_N=block_n, PACK=pack,
-        LOAD=load, NUM_STAGES=config["num_stages"],
-        **config.options(planner.info.platform),
-    )  # fmt: skip
-
-
-def _fits_descriptors(
-    key_cache: torch.Tensor, value_cache: torch.Tensor, block_n: int
-) -> bool:
-    """Whether descriptors can fetch K and V tiles: alignment, tile within a block."""
-    if key_cache.shape[1] % block_n:
-        return False
-    for cache in (key_cache, value_cache):
-        size = cache.element_size()
-        if cache.data_ptr() % 16 or any(s * size % 16 for s in cache.stride()[:3]):
-            return False
-    return True
-
-
-def _descriptor(cache: torch.Tensor, block_n: int, head_size_padded: int) -> Any:
-    """Host-made descriptor of [num_blocks, num_kv_heads, block_size, head_size].
-
-    It travels by value in the launch's parameters: safe in a captured graph as long as
-    the cache stays where it is, like any pointer.
-    """
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    num_blocks, block_size, num_kv_heads, head_size = cache.shape
-    stride_block, stride_slot, stride_head, _ = cache.stride()
-    return TensorDescriptor(
-        cache,
-        [num_blocks, num_kv_heads, block_size, head_size],
-        [stride_block, stride_head, stride_slot, 1],
-        [1, 1, block_n, head_size_padded],
-    )
+    if plan.num_items:
+        num_rows = plan.row_blocks * plan.block_m
+        binding.decode(
+            stream, plan.num_items * planner.num_kv_heads, plan.row_blocks,
+            (out, partial, lse, query, key_cache, value_cache, *inputs,
+             header, items, counts, *binding.strides, step.stride_table, num_rows,
+             *binding.scalars),
+        )  # fmt: skip
+        if plan.may_split:
+            rows = plan.decode_query_len * planner.num_query_heads
+            binding.merge(
+                stream, plan.num_seqs, rows,
+                (out, partial, lse, inputs[1], splits, counts, *binding.strides[:2],
+                 num_rows),
+            )  # fmt: skip
+    if plan.num_tiles:
+        if binding.descriptors is not None:
+            of_key, of_value = binding.descriptors
+            key_cache, value_cache = of_key(key_cache), of_value(value_cache)
+        pack = planner.config.prefill["PACK"]
+        binding.prefill(
+            stream, plan.num_tiles, planner.num_query_heads // pack,
+            (out, query, key_cache, value_cache, *inputs, header, tiles, counts,
+             *binding.strides, step.stride_table, *binding.scalars),
+        )  # fmt: skip
 
 
 def _plan_now(
@@ -313,31 +424,5 @@ def _plan_now(
         device=query.device,
         config=config,
     )
+    planner.gate = Gate()  # its handles would serve one call
     return planner.plan(batch, num_tokens)
-
-
-def _signature(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    batch: PagedBatch,
-    options: AttentionOptions,
-    out: torch.Tensor,
-) -> tuple[object, ...]:
-    """What the checks depend on; a plan's calls repeat it layer after layer."""
-    sinks, slopes = options.sinks, options.alibi_slopes
-    return (
-        query.shape[1:], query.stride(), query.dtype, query.device,
-        key_cache.shape, key_cache.stride(), key_cache.dtype, key_cache.device,
-        value_cache.shape, value_cache.stride(), value_cache.dtype, value_cache.device,
-        out.shape[1:], out.stride(), out.dtype, out.device,
-        out.shape[0] < query.shape[0],
-        batch.block_table.dtype, batch.query_start_loc.dtype, batch.seq_lens.dtype,
-        batch.seq_lens.shape[0] == batch.block_table.shape[0],
-        batch.query_start_loc.shape[0] - batch.seq_lens.shape[0],
-        batch.block_table.dim(), batch.block_table.stride(-1),
-        batch.block_table.shape[-1] == 0,
-        options.scale, options.causal, options.sliding_window, options.softcap,
-        None if sinks is None else (sinks.shape, sinks.device, sinks.dtype),
-        None if slopes is None else (slopes.shape, slopes.device, slopes.dtype),
-    )  # fmt: skip

@@ -14,7 +14,7 @@ programs past the counts in the header return at once.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -30,6 +30,13 @@ from portable_backend.kernels._checks import (
     check_lengths,
     check_numbers,
     check_window,
+)
+from portable_backend.kernels._direct import (
+    Bindings,
+    Launch,
+    cdiv,
+    gate_for,
+    pointer_class,
 )
 from portable_backend.kernels._jit import device_function
 from portable_backend.kernels._launch import COUNT_PLAN, count_launch, counters
@@ -173,6 +180,18 @@ def _plan_kernel(
             tl.store(out + 2, tile * TILE_TOKENS, mask=ok)
 
 
+class Buffers(NamedTuple):
+    """A planner's device buffers: the tensors, or their addresses."""
+
+    header: Any
+    items: Any
+    splits: Any
+    tiles: Any
+    counts: Any
+    partial: Any
+    lse: Any
+
+
 @dataclass
 class AttentionPlan:
     """The plan of one step: buffers the kernels read, and the grids they run with."""
@@ -293,28 +312,32 @@ class AttentionPlanner:
         # The interpreter computes with bf16 as if it were an integer.
         self.emulate_bf16 = info.platform == "interpreter" and dtype == torch.bfloat16
         self.counts = counters(self.device)
-        self.checked: set[tuple[object, ...]] = set()
+        # By the longest decode: its grid. Looked up in every step.
+        self._grids = {n: self._grid(n) for n in range(1, max_decode_query_len + 1)}
         self._allocate()
+        self.device = self.header.device  # with its index
+        self.gate = gate_for(self.device, info.platform)
+        self._launches: dict[object, Launch] = {}
+        # What paged_attention has checked and prepared, by signature.
+        self.bindings = Bindings()
 
     def _target_items(self, row_blocks: int) -> int:
         """Items per KV head that fill the device once."""
         programs: int = self.info.num_units * self.config.decode["CTAS_PER_UNIT"]
         return max(1, programs // (self.num_kv_heads * row_blocks))
 
-    def _row_blocks(self, query_len: int) -> tuple[int, int]:
-        """(programs, rows of each) for the query rows of one item."""
+    def _grid(self, query_len: int) -> tuple[int, int, int]:
+        """(programs, rows of each) for one item's query rows; items for one wave."""
         num_rows = query_len * self.queries_per_kv
         block_m = decode.block_m_for(num_rows)
-        return triton.cdiv(num_rows, block_m), block_m
+        row_blocks = cdiv(num_rows, block_m)
+        return row_blocks, block_m, self._target_items(row_blocks)
 
     def _allocate(self) -> None:
         def ints(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=self.device)
 
-        lengths = range(1, self.max_decode_query_len + 1)
-        grids = [self._row_blocks(n) for n in lengths]
-        targets = [self._target_items(blocks) for blocks, _ in grids]
-        max_items = max(targets) + self.max_num_seqs
+        max_items = max(n for *_, n in self._grids.values()) + self.max_num_seqs
         self.header = ints(2)
         self.items = ints(max_items, 4)
         self.splits = ints(self.max_num_seqs, 2)
@@ -326,12 +349,17 @@ class AttentionPlanner:
         if self.can_split:
             rows = max(
                 2 * target * self.num_kv_heads * blocks * block_m
-                for target, (blocks, block_m) in zip(targets, grids, strict=True)
+                for blocks, block_m, target in self._grids.values()
             )
         self.partial = torch.empty(
             rows * self.head_size_padded, dtype=torch.float32, device=self.device
         )
         self.lse = torch.empty(rows, dtype=torch.float32, device=self.device)
+        self.buffers = Buffers(
+            self.header, self.items, self.splits, self.tiles, self.counts,
+            self.partial, self.lse,
+        )  # fmt: skip
+        self.addresses = Buffers(*(buffer.data_ptr() for buffer in self.buffers))
 
     @property
     def workspace_bytes(self) -> int:
@@ -381,8 +409,7 @@ class AttentionPlanner:
                 ).sum()
             )
             has_prefill = num_tiles > 0
-        row_blocks, block_m = self._row_blocks(decode_query_len)
-        target = self._target_items(row_blocks)
+        row_blocks, block_m, target = self._grids[decode_query_len]
         plan = AttentionPlan(
             planner=self,
             num_seqs=num_seqs,
@@ -399,8 +426,8 @@ class AttentionPlanner:
         if num_seqs:
             tile_blocks = 1
             if has_prefill:
-                most = triton.cdiv(batch.max_query_len, self.tile_tokens)
-                tile_blocks = triton.cdiv(most, _BLOCK_TILES)
+                most = cdiv(batch.max_query_len, self.tile_tokens)
+                tile_blocks = cdiv(most, _BLOCK_TILES)
             self._launch(batch, plan, target, has_prefill, tile_blocks)
         return batch.with_plan(plan)
 
@@ -412,19 +439,41 @@ class AttentionPlanner:
         has_prefill: bool,
         tile_blocks: int,
     ) -> None:
+        starts, lens = batch.query_start_loc, batch.seq_lens
+        key = (has_prefill, pointer_class(starts), pointer_class(lens))
+        launch = self._launches.get(key)
+        if launch is None:
+            launch = self._launches[key] = self._make_launch(has_prefill)
+        stream = self.gate.stream() if launch.ready else None
+        buffers: Any = self.buffers
+        inputs: tuple[Any, Any] = (starts, lens)
+        if stream is not None:
+            buffers = self.addresses
+            inputs = (starts.data_ptr(), lens.data_ptr())
         # What separates decodes from prefills is the fixed limit, not the longest
         # decode of this step: a request may only ever land on one side.
-        config = self.config.decode
-        _plan_kernel[(plan.num_seqs, tile_blocks)](
-            self.header, self.items, self.splits, self.tiles, self.counts,
-            batch.query_start_loc, batch.seq_lens,
-            plan.num_seqs, self.max_decode_query_len, self.sliding_window or 0, target,
-            HAS_WINDOW=self.sliding_window is not None, SPLIT=self.can_split,
-            PREFILL=has_prefill,
-            BLOCK_N=config["BLOCK_N"], MIN_CHUNK=config["MIN_CHUNK"],
-            TILE_TOKENS=self.tile_tokens,
-            BLOCK_SEQS=_BLOCK_SEQS, RANK_SEQS=_RANK_SEQS, BLOCK_TILES=_BLOCK_TILES,
+        sizes = (
+            plan.num_seqs, self.max_decode_query_len, self.sliding_window or 0, target
         )  # fmt: skip
+        launch(
+            stream, plan.num_seqs, tile_blocks,
+            (*buffers[:5], *inputs, *sizes),
+        )  # fmt: skip
+
+    def _make_launch(self, has_prefill: bool) -> Launch:
+        config = self.config.decode
+        constants = {
+            "HAS_WINDOW": self.sliding_window is not None,
+            "SPLIT": self.can_split,
+            "PREFILL": has_prefill,
+            "BLOCK_N": config["BLOCK_N"],
+            "MIN_CHUNK": config["MIN_CHUNK"],
+            "TILE_TOKENS": self.tile_tokens,
+            "BLOCK_SEQS": _BLOCK_SEQS,
+            "RANK_SEQS": _RANK_SEQS,
+            "BLOCK_TILES": _BLOCK_TILES,
+        }
+        return Launch(_plan_kernel, constants, {}, self.gate)
 
 
 def default_config(
