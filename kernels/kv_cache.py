@@ -4,7 +4,7 @@
 A program copies a few tokens' heads, each byte read and written once.
 """
 
-import functools
+from typing import Any
 
 import torch
 import triton
@@ -12,6 +12,14 @@ import triton.language as tl
 
 from portable_backend.device import DeviceInfo
 from portable_backend.errors import bad_argument
+from portable_backend.kernels._direct import (
+    Bindings,
+    Launch,
+    cdiv,
+    gate_for,
+    next_power_of_2,
+    pointer_classes,
+)
 from portable_backend.kernels._launch import (
     COUNT_KV_CACHE_WRITE,
     count_launch,
@@ -104,34 +112,97 @@ def write_kv_cache(
     Raises:
         ValueError: a shape, dtype, stride or device does not fit, before any launch.
     """
-    num_tokens = slot_mapping.shape[0] if slot_mapping.dim() else 0
-    _check(key, value, key_cache, value_cache, slot_mapping)
+    num_tokens, *slot_axes = slot_mapping.shape or (0,)
+    key_tokens, *key_axes = key.shape or (0,)
+    value_tokens, *value_axes = value.shape or (0,)
+    key_cache_ptr, value_cache_ptr = key_cache.data_ptr(), value_cache.data_ptr()
+    key_ptr, value_ptr = key.data_ptr(), value.data_ptr()
+    slots_ptr = slot_mapping.data_ptr()
+    tensors = (key_cache, value_cache, key, value, slot_mapping)
+    # What checks and launches depend on: all but the numbers of tokens.
+    signature = (
+        key_cache.shape, key_cache.stride(), key_cache.dtype, key_cache.device,
+        value_cache.shape, value_cache.stride(), value_cache.dtype, value_cache.device,
+        *key_axes, key.stride(), key.dtype, key.device, key_tokens == 0,
+        *value_axes, value.stride(), value.dtype, value.device, value_tokens == 0,
+        *slot_axes, slot_mapping.stride(), slot_mapping.dtype, slot_mapping.device,
+        num_tokens > 1,
+        pointer_classes(
+            key_cache_ptr | value_cache_ptr | key_ptr | value_ptr | slots_ptr, tensors
+        ),
+    )  # fmt: skip
+    binding = _BINDINGS.get(signature)
+    if binding is None or key_tokens < num_tokens or value_tokens < num_tokens:
+        # Raises where a tensor has too few rows, whatever is bound already.
+        _check(key, value, key_cache, value_cache, slot_mapping)
+        binding = _BINDINGS[signature] = _Binding(key, value, key_cache, value_cache)
     if num_tokens == 0:
         return
-    _, block_size, num_kv_heads, head_size = key_cache.shape
-    config, options, counts = _config_for(key.device, num_kv_heads, head_size)
-    tokens, block_h = config["TOKENS"], config["BLOCK_H"]
-    if key.device.type == "cpu":
-        # The interpreter compiles nothing, so tiles may follow each call's size.
-        tokens = min(tokens, triton.next_power_of_2(num_tokens))
-    grid = (triton.cdiv(num_tokens, tokens), triton.cdiv(num_kv_heads, block_h))
-    _write_kv_cache_kernel[grid](
-        key_cache, value_cache, key, value, slot_mapping, counts,
-        *key.stride()[:2], *value.stride()[:2],
-        *key_cache.stride()[:3], *value_cache.stride()[:3], num_tokens,
-        NUM_KV_HEADS=num_kv_heads, BLOCK_SIZE=block_size, HEAD_SIZE=head_size,
-        HEAD_SIZE_PADDED=triton.next_power_of_2(head_size),
-        TOKENS=tokens, BLOCK_H=block_h, **options,
+    stream = binding.gate.stream() if binding.launch.ready else None
+    pointers: tuple[Any, ...] = (*tensors, binding.counts)
+    if stream is not None:
+        pointers = (
+            key_cache_ptr, value_cache_ptr, key_ptr, value_ptr, slots_ptr,
+            binding.counts_ptr,
+        )  # fmt: skip
+    launch, tokens = binding.launch_for(num_tokens)
+    launch(
+        stream, cdiv(num_tokens, tokens), binding.head_blocks,
+        (*pointers, *binding.strides, num_tokens),
     )  # fmt: skip
 
 
-@functools.cache
-def _config_for(
-    device: torch.device, num_kv_heads: int, head_size: int
-) -> tuple[KernelConfig, dict[str, object], torch.Tensor]:
-    info = DeviceInfo.detect(device)
-    config = default_config(num_kv_heads=num_kv_heads, head_size=head_size, device=info)
-    return config, config.options(info.platform), counters(device)
+class _Binding:
+    """A signature that passed the checks, and its launch."""
+
+    def __init__(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+    ) -> None:
+        _, block_size, num_kv_heads, head_size = key_cache.shape
+        info = DeviceInfo.detect(key.device)
+        config = default_config(
+            num_kv_heads=num_kv_heads, head_size=head_size, device=info
+        )
+        self.tokens: int = config["TOKENS"]
+        self.head_blocks = cdiv(num_kv_heads, config["BLOCK_H"])
+        self.constants = {
+            "NUM_KV_HEADS": num_kv_heads,
+            "BLOCK_SIZE": block_size,
+            "HEAD_SIZE": head_size,
+            "HEAD_SIZE_PADDED": next_power_of_2(head_size),
+            "TOKENS": self.tokens,
+            "BLOCK_H": config["BLOCK_H"],
+        }
+        self.strides = (
+            *key.stride()[:2], *value.stride()[:2],
+            *key_cache.stride()[:3], *value_cache.stride()[:3],
+        )  # fmt: skip
+        self.counts = counters(key.device)
+        self.counts_ptr = self.counts.data_ptr()
+        self.gate = gate_for(key.device, info.platform)
+        self.interpreted = info.platform == "interpreter"
+        self.launch = Launch(
+            _write_kv_cache_kernel,
+            self.constants,
+            config.options(info.platform),
+            self.gate,
+        )
+
+    def launch_for(self, num_tokens: int) -> tuple[Launch, int]:
+        """The launch, and how many tokens a program takes."""
+        if not self.interpreted:
+            return self.launch, self.tokens
+        # The interpreter compiles nothing, so tiles may follow each call's size.
+        tokens = min(self.tokens, next_power_of_2(num_tokens))
+        constants = self.constants | {"TOKENS": tokens}
+        return Launch(_write_kv_cache_kernel, constants, {}, self.gate), tokens
+
+
+_BINDINGS = Bindings()
 
 
 def _check(
