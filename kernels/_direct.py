@@ -244,8 +244,6 @@ class Bindings(dict[Any, Any]):
             self.clear()
         super().__setitem__(key, value)
 
-    cache_clear = dict.clear
-
 
 def cdiv(a: int, b: int) -> int:
     """Quotient rounded up; triton.cdiv takes 2 us."""

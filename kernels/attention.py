@@ -53,15 +53,9 @@ class PagedBatch:
     _step: _Step | None = field(default=None, init=False, repr=False, compare=False)
 
     def with_plan(self, plan: AttentionPlan) -> PagedBatch:
-        return PagedBatch(
-            self.query_start_loc,
-            self.seq_lens,
-            self.block_table,
-            self.max_query_len,
-            self.max_seq_len,
-            self.query_start_loc_cpu,
-            plan,
-        )
+        planned = object.__new__(PagedBatch)  # as replace() does it in 3 us
+        planned.__dict__.update(self.__dict__, plan=plan, _step=None)
+        return planned
 
 
 @dataclass(frozen=True)
