@@ -2,27 +2,34 @@
 """Paged attention for any mix of prefill, chunked prefill and decode in one call.
 
 `paged_attention` validates, plans the step if nobody has, and launches up to three
-kernels: decode (short queries, keys split), merge (of the splits), prefill (the rest).
+kernels: prefill (long queries), decode (the rest, keys split), merge (of the splits).
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from portable_backend.errors import bad_argument
+from portable_backend.kernels._checks import check_attention, check_batch, check_plan
+from portable_backend.kernels._descriptors import (
+    DescriptorMaker,
+    NewTokenDescriptorMaker,
+    fits_descriptors,
+    fits_new_descriptors,
+)
+from portable_backend.kernels._direct import (
+    Gate,
+    Launch,
+    pointer_class,
+    pointer_classes,
+)
 from portable_backend.kernels._softmax import LOG2E
 from portable_backend.kernels.config import AttentionConfig, KernelConfig
 from portable_backend.kernels.decode import _decode_kernel, _merge_kernel
-from portable_backend.kernels.plan import (
-    DTYPES,
-    AttentionPlan,
-    AttentionPlanner,
-    check_window,
-)
+from portable_backend.kernels.plan import AttentionPlan, AttentionPlanner
 from portable_backend.kernels.prefill import _prefill_kernel
 
 
@@ -51,9 +58,13 @@ class PagedBatch:
     query_start_loc_cpu: torch.Tensor | None = None
     no_context: bool = False
     plan: AttentionPlan | None = None
+    # Made by the step's first call; a copy with other tensors starts without.
+    _step: _Step | None = field(default=None, init=False, repr=False, compare=False)
 
     def with_plan(self, plan: AttentionPlan) -> PagedBatch:
-        return replace(self, plan=plan)
+        planned = object.__new__(PagedBatch)  # as replace() does it in 3 us
+        planned.__dict__.update(self.__dict__, plan=plan, _step=None)
+        return planned
 
 
 @dataclass(frozen=True)
@@ -122,7 +133,7 @@ def paged_attention(
     """
     plan = batch.plan
     if plan is None:
-        _check_tensors(query, key_cache, value_cache, batch, options, out)
+        check_attention(query, key_cache, value_cache, batch, options, out)
         batch = _plan_now(query, key_cache, batch, options, config)
         plan = batch.plan
         assert plan is not None
@@ -134,77 +145,258 @@ def paged_attention(
             "pass the config to AttentionPlanner instead",
         )
     planner = plan.planner
-    if plan.num_seqs != batch.seq_lens.shape[0] or plan.num_tokens > query.shape[0]:
-        raise bad_argument(
-            "batch.plan",
-            f"made for this step of {batch.seq_lens.shape[0]} requests and at most "
-            f"{query.shape[0]} tokens",
-            f"one for {plan.num_seqs} requests and {plan.num_tokens} tokens",
-            "call AttentionPlanner.plan for each step",
-        )
-    signature = _signature(query, key_cache, value_cache, batch, options, out)
-    if signature not in planner.checked:
-        _check_tensors(query, key_cache, value_cache, batch, options, out)
-        _check_plan(query, key_cache, batch, options, planner)
-        planner.checked.add(signature)
+    step = batch._step
+    if step is None:
+        step = _Step(batch, plan, query.device)
+        object.__setattr__(batch, "_step", step)
+    addresses = (
+        out.data_ptr(), query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr()
+    )  # fmt: skip
+    signature, num_tokens, out_tokens = _signature(
+        query, key_cache, value_cache, options, out, step, addresses
+    )
+    new: tuple[Any, Any] | None = None
+    if step.reads_new and key is not None and value is not None:
+        new = (key, value)
+        for name, tensor in (("key", key), ("value", value)):
+            if tensor.dim() != 3 or tensor.shape[0] < plan.num_tokens:
+                raise bad_argument(
+                    name,
+                    f"[at least {plan.num_tokens} tokens, num_kv_heads, head_size]",
+                    list(tensor.shape),
+                    "pass the step's new tokens, or None",
+                )
+        signature = (*signature, _new_layout(key), _new_layout(value))
+    binding = planner.bindings.get(signature)
+    if binding is None or out_tokens < num_tokens or plan.num_tokens > num_tokens:
+        # Raises where a tensor has too few rows, whatever is bound already.
+        binding = _bind(query, key_cache, value_cache, batch, options, out, new)
+        planner.bindings[signature] = binding
     if plan.num_seqs == 0:
         return out
-    common = _common_arguments(query, key_cache, value_cache, batch, options, out)
-    # Decode waits for nothing that prefill does: it may start where that leaves room.
-    compiler = plan.config.decode.options(planner.info.platform)
-    overlap = bool(plan.num_tiles and plan.num_items and compiler.get("launch_pdl"))
-    if plan.num_tiles:
-        _launch_prefill(plan, common, key, value, overlap)
-    if plan.num_items:
-        _launch_decode(plan, common, overlap)
-        if plan.may_split:
-            _launch_merge(plan, common)
+    sinks, slopes = options.sinks, options.alibi_slopes
+    stream = planner.gate.stream() if binding.ready else None
+    if stream is None:
+        # Unused pointers still need a tensor; the flag keeps them unread.
+        unused = planner.header
+        _launch(
+            binding, plan, step, None,
+            (out, query, key_cache, value_cache, *step.tensors,
+             unused if sinks is None else sinks, unused if slopes is None else slopes),
+            planner.buffers, new,
+        )  # fmt: skip
+        binding.ready = all(launch.ready for launch in binding.launches)
+    else:
+        buffers = planner.addresses
+        unused = buffers.header
+        _launch(
+            binding, plan, step, stream,
+            (*addresses, *step.addresses,
+             unused if sinks is None else sinks.data_ptr(),
+             unused if slopes is None else slopes.data_ptr()),
+            buffers, new,
+        )  # fmt: skip
     return out
 
 
-@dataclass(frozen=True)
-class _Common:
-    """Arguments that the decode and prefill kernels share, in their order."""
+class _Step:
+    """A planned batch as every layer of the step sees it."""
 
-    out: torch.Tensor
-    query: torch.Tensor
-    key_cache: torch.Tensor
-    value_cache: torch.Tensor
-    batch: PagedBatch
-    inputs: tuple[Any, ...]
-    strides: tuple[int, ...]
-    scalars: tuple[Any, ...]
-    flags: dict[str, Any]
+    __slots__ = ("addresses", "kinds", "reads_new", "stride_table", "tensors")
+
+    def __init__(
+        self, batch: PagedBatch, plan: AttentionPlan, device: torch.device
+    ) -> None:
+        if plan.num_seqs != batch.seq_lens.shape[0]:
+            raise _another_step(batch, plan)
+        check_batch(batch, device)
+        self.tensors = (batch.block_table, batch.query_start_loc)
+        self.addresses = tuple(tensor.data_ptr() for tensor in self.tensors)
+        self.stride_table = batch.block_table.stride(0)
+        self.reads_new = (
+            plan.num_tiles > 0
+            and plan.no_context
+            and plan.config.prefill["LOAD"] == "new"
+        )
+        # All of the step that decides which binaries are launched.
+        self.kinds = (
+            plan.choice.number, plan.num_items > 0, plan.may_split,
+            plan.num_tiles > 0, plan.block_m,
+            *(pointer_class(tensor) for tensor in self.tensors),
+        )  # fmt: skip
 
 
-def _common_arguments(
+def _another_step(
+    batch: PagedBatch, plan: AttentionPlan, num_tokens: int | None = None
+) -> ValueError:
+    at_most = "" if num_tokens is None else f" and at most {num_tokens} tokens"
+    return bad_argument(
+        "batch.plan",
+        f"made for this step of {batch.seq_lens.shape[0]} requests{at_most}",
+        f"one for {plan.num_seqs} requests and {plan.num_tokens} tokens",
+        "call AttentionPlanner.plan for each step",
+    )
+
+
+def _signature(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    options: AttentionOptions,
+    out: torch.Tensor,
+    step: _Step,
+    addresses: tuple[int, ...],
+) -> tuple[tuple[object, ...], int, int]:
+    """What checks and launches depend on, and the rows of query and out.
+
+    A step's layers repeat it, and so do the next steps: the numbers of tokens and of
+    requests are no part of it.
+    """
+    # No name for the shapes' other axes: tensors of another rank get here too.
+    num_tokens, *query_axes = query.shape or (0,)
+    out_tokens, *out_axes = out.shape or (0,)
+    out_ptr, query_ptr, key_ptr, value_ptr = addresses
+    address_bits = out_ptr | query_ptr | key_ptr | value_ptr
+    sinks, slopes = options.sinks, options.alibi_slopes
+    signature = (
+        *query_axes, query.stride(), query.dtype, query.device, num_tokens == 0,
+        *out_axes, out.stride(), out.dtype, out.device, out_tokens == 0,
+        key_cache.shape, key_cache.stride(), key_cache.dtype, key_cache.device,
+        value_cache.shape, value_cache.stride(), value_cache.dtype, value_cache.device,
+        options.scale, options.causal, options.sliding_window, options.softcap,
+        None if sinks is None else _per_head(sinks),
+        None if slopes is None else _per_head(slopes),
+        step.kinds,
+        pointer_classes(address_bits, (out, query, key_cache, value_cache)),
+    )  # fmt: skip
+    return signature, num_tokens, out_tokens
+
+
+def _per_head(tensor: torch.Tensor) -> tuple[object, ...]:
+    kind = pointer_class(tensor)
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, kind
+
+
+def _new_layout(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Of this step's keys or values; the number of tokens is no part of it."""
+    aligned = tensor.data_ptr() % 16 == 0
+    return tensor.stride(), tensor.shape[1:], tensor.dtype, tensor.device, aligned
+
+
+class _Binding:
+    """A signature that passed the checks, and its launches."""
+
+    __slots__ = (
+        "decode", "decode_descriptors", "launches", "merge", "new_descriptors",
+        "prefill", "prefill_descriptors", "ready", "scalars", "strides",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        strides: tuple[int, ...],
+        scalars: tuple[Any, ...],
+        launches: tuple[Launch, Launch, Launch],
+        needed: tuple[bool, bool, bool],
+        decode_descriptors: tuple[DescriptorMaker, DescriptorMaker] | None,
+        prefill_descriptors: tuple[DescriptorMaker, DescriptorMaker] | None,
+        new_descriptors: tuple[NewTokenDescriptorMaker, NewTokenDescriptorMaker] | None,
+    ) -> None:
+        self.strides = strides
+        self.scalars = scalars
+        self.decode, self.merge, self.prefill = launches
+        self.launches = [x for x, need in zip(launches, needed, strict=True) if need]
+        self.decode_descriptors = decode_descriptors
+        self.prefill_descriptors = prefill_descriptors
+        self.new_descriptors = new_descriptors
+        self.ready = False
+
+
+def _bind(
     query: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     batch: PagedBatch,
     options: AttentionOptions,
     out: torch.Tensor,
-) -> _Common:
-    assert batch.plan is not None
-    planner = batch.plan.planner
+    new: tuple[torch.Tensor, torch.Tensor] | None,
+) -> _Binding:
+    """Check everything and fix what the layers of one signature share."""
+    plan = batch.plan
+    assert plan is not None
+    planner = plan.planner
+    check_attention(query, key_cache, value_cache, batch, options, out)
+    if plan.num_tokens > query.shape[0]:
+        raise _another_step(batch, plan, query.shape[0])
+    check_plan(query, key_cache, batch, options, planner)
     window, softcap = options.sliding_window, options.softcap
-    # Unused pointers still need a tensor; the flag keeps them unread.
-    sinks = options.sinks if options.sinks is not None else planner.header
-    slopes = options.alibi_slopes
-    slopes = slopes if slopes is not None else planner.header
-    return _Common(
-        out=out,
-        query=query,
-        key_cache=key_cache,
-        value_cache=value_cache,
-        batch=batch,
-        inputs=(
-            batch.block_table, sinks, slopes,
-        ),
+    config, platform = plan.config, planner.info.platform
+    caches = (key_cache, value_cache)
+    padded = planner.head_size_padded
+    # A descriptor cannot leave out keys before a window, whose values may be NaN; in
+    # prefill they are set to zero afterwards.
+    decode_load, decode_descriptors = _how_to_load(
+        caches, config.decode, padded, "pointer" if window is not None else None
+    )
+    prefill_load, prefill_descriptors = _how_to_load(caches, config.prefill, padded)
+    new_descriptors = None
+    if new is not None and all(fits_new_descriptors(x, key_cache) for x in new):
+        prefill_load = "new"
+        tile = (config.prefill["BLOCK_N"], padded)
+        new_descriptors = (
+            NewTokenDescriptorMaker(new[0], tile), NewTokenDescriptorMaker(new[1], tile)
+        )  # fmt: skip
+    decode_options = config.decode.options(platform)
+    merge_options = config.merge.options(platform)
+    overlap = bool(
+        plan.num_tiles and plan.num_items and decode_options.get("launch_pdl")
+    )
+    if not overlap:
+        decode_options.pop("launch_pdl", None)
+    sizes = {
+        "NUM_QUERIES_PER_KV": planner.queries_per_kv,
+        "HEAD_SIZE": planner.head_size,
+        "HEAD_SIZE_PADDED": planner.head_size_padded,
+        "EMULATE_BF16": planner.emulate_bf16,
+    }
+    common = sizes | {
+        "CAUSAL": options.causal,
+        "HAS_WINDOW": window is not None,
+        "SOFTCAP": bool(softcap),
+        "ALIBI": options.alibi_slopes is not None,
+        "SINKS": options.sinks is not None,
+        "BLOCK_SIZE": planner.block_size,
+    }
+    decode = common | {
+        "NUM_KV_HEADS": planner.num_kv_heads,
+        "BLOCK_M": plan.block_m,
+        "BLOCK_N": config.decode["BLOCK_N"],
+        "LOAD": decode_load,
+        "NUM_STAGES": config.decode["num_stages"],
+        "OVERLAP": overlap,
+    }
+    merge = sizes | {
+        "NUM_KV_HEADS": planner.num_kv_heads,
+        "BLOCK_SPLITS": config.merge["BLOCK_SPLITS"],
+        "EARLY_START": bool(merge_options.get("launch_pdl")),
+    }
+    prefill = common | {
+        "BLOCK_M": config.prefill["BLOCK_M"],
+        "BLOCK_N": config.prefill["BLOCK_N"],
+        "PACK": config.prefill["PACK"],
+        "LOAD": prefill_load,
+        "NUM_STAGES": config.prefill["num_stages"],
+        "OVERLAP": overlap,
+    }
+    gate = planner.gate
+    launches = (
+        Launch(_decode_kernel, decode, decode_options, gate),
+        Launch(_merge_kernel, merge, merge_options, gate),
+        Launch(_prefill_kernel, prefill, config.prefill.options(platform), gate),
+    )
+    return _Binding(
         strides=(
             *out.stride()[:2], *query.stride()[:2],
             *key_cache.stride()[:3], *value_cache.stride()[:3],
-            batch.block_table.stride(0),
         ),
         scalars=(
             window or 0,
@@ -212,157 +404,84 @@ def _common_arguments(
             float(options.scale / softcap) if softcap else 0.0,
             float(softcap * LOG2E) if softcap else 0.0,
         ),
-        flags={
-            "CAUSAL": options.causal,
-            "HAS_WINDOW": window is not None,
-            "SOFTCAP": bool(softcap),
-            "ALIBI": options.alibi_slopes is not None,
-            "SINKS": options.sinks is not None,
-            "NUM_QUERIES_PER_KV": planner.queries_per_kv,
-            "BLOCK_SIZE": planner.block_size,
-            "HEAD_SIZE": planner.head_size,
-            "HEAD_SIZE_PADDED": planner.head_size_padded,
-            "EMULATE_BF16": planner.emulate_bf16,
-        },
+        launches=launches,
+        needed=(plan.num_items > 0, plan.may_split, plan.num_tiles > 0),
+        decode_descriptors=decode_descriptors,
+        prefill_descriptors=prefill_descriptors,
+        new_descriptors=new_descriptors,
     )  # fmt: skip
 
 
-def _launch_decode(plan: AttentionPlan, common: _Common, overlap: bool) -> None:
-    planner = plan.planner
-    config = plan.config.decode
-    compiler = config.options(planner.info.platform)
-    if not overlap:
-        compiler.pop("launch_pdl", None)
-    num_rows = plan.row_blocks * plan.block_m
-    # A descriptor cannot leave out keys before a window, whose values may be NaN.
-    pointer = common.flags["HAS_WINDOW"]
-    load, key_cache, value_cache = _cache_arguments(common, config, pointer)
-    _decode_kernel[(plan.num_items * planner.num_kv_heads, plan.row_blocks)](
-        common.out, planner.partial, planner.lse,
-        common.query, key_cache, value_cache, *common.inputs,
-        planner.header, planner.items, planner.counts,
-        *common.strides, num_rows, *common.scalars,
-        **common.flags, NUM_KV_HEADS=planner.num_kv_heads, BLOCK_M=plan.block_m,
-        BLOCK_N=config["BLOCK_N"], LOAD=load, NUM_STAGES=config["num_stages"],
-        OVERLAP=overlap, **compiler,
-    )  # fmt: skip
-
-
-def _launch_merge(plan: AttentionPlan, common: _Common) -> None:
-    planner = plan.planner
-    merge = plan.config.merge
-    num_rows = plan.row_blocks * plan.block_m
-    rows = plan.decode_query_len * planner.num_query_heads
-    options = merge.options(planner.info.platform)
-    _merge_kernel[(plan.num_seqs, rows)](
-        common.out, planner.partial, planner.lse, common.batch.query_start_loc,
-        planner.splits, planner.counts, *common.strides[:2], num_rows,
-        NUM_KV_HEADS=planner.num_kv_heads, NUM_QUERIES_PER_KV=planner.queries_per_kv,
-        HEAD_SIZE=planner.head_size, HEAD_SIZE_PADDED=planner.head_size_padded,
-        EMULATE_BF16=planner.emulate_bf16, BLOCK_SPLITS=merge["BLOCK_SPLITS"],
-        EARLY_START=options.get("launch_pdl", False), **options,
-    )  # fmt: skip
-
-
-def _launch_prefill(
-    plan: AttentionPlan,
-    common: _Common,
-    key: torch.Tensor | None,
-    value: torch.Tensor | None,
-    overlap: bool,
-) -> None:
-    planner = plan.planner
-    config = plan.config.prefill
-    block_n = config["BLOCK_N"]
-    load, key_cache, value_cache = _cache_arguments(common, config, False)
-    if config["LOAD"] == "new" and plan.no_context:
-        new = _new_token_descriptors(common, key, value, block_n)
-        if new is not None:
-            load, (key_cache, value_cache) = "new", new
-    pack = config["PACK"]
-    _prefill_kernel[(plan.num_tiles, planner.num_query_heads // pack)](
-        common.out, common.query, key_cache, value_cache,
-        *common.inputs, planner.header, planner.tiles, planner.counts,
-        *common.strides, *common.scalars,
-        **common.flags, BLOCK_M=config["BLOCK_M"], BLOCK_N=block_n, PACK=pack,
-        LOAD=load, NUM_STAGES=config["num_stages"],
-        OVERLAP=overlap,
-        **config.options(planner.info.platform),
-    )  # fmt: skip
-
-
-def _cache_arguments(
-    common: _Common, config: KernelConfig, pointer: bool
-) -> tuple[str, Any, Any]:
-    """How a kernel reads the caches: (LOAD, key argument, value argument)."""
-    key_cache, value_cache = common.key_cache, common.value_cache
+def _how_to_load(
+    caches: tuple[torch.Tensor, torch.Tensor],
+    config: KernelConfig,
+    head_size_padded: int,
+    forced: str | None = None,
+) -> tuple[str, tuple[DescriptorMaker, DescriptorMaker] | None]:
+    """LOAD for tiles of the cache, and who makes the descriptors it needs."""
     block_n = config["BLOCK_N"]
     if (
-        pointer
+        forced == "pointer"
         or config["LOAD"] != "descriptor"
-        or not _fits_descriptors(key_cache, value_cache, block_n)
+        or not all(fits_descriptors(cache, block_n) for cache in caches)
     ):
-        return "pointer", key_cache, value_cache
-    padded = common.flags["HEAD_SIZE_PADDED"]
-    return (
-        "descriptor",
-        _descriptor(key_cache, block_n, padded),
-        _descriptor(value_cache, block_n, padded),
-    )
+        return "pointer", None
+    tile = (block_n, head_size_padded)
+    return "descriptor", (
+        DescriptorMaker(caches[0], tile), DescriptorMaker(caches[1], tile)
+    )  # fmt: skip
 
 
-def _fits_descriptors(
-    key_cache: torch.Tensor, value_cache: torch.Tensor, block_n: int
-) -> bool:
-    """Whether descriptors can fetch K and V tiles: alignment, tile within a block."""
-    if key_cache.shape[1] % block_n:
-        return False
-    for cache in (key_cache, value_cache):
-        size = cache.element_size()
-        if cache.data_ptr() % 16 or any(s * size % 16 for s in cache.stride()[:3]):
-            return False
-    return True
+def _launch(
+    binding: _Binding,
+    plan: AttentionPlan,
+    step: _Step,
+    stream: int | None,
+    pointers: tuple[Any, ...],
+    buffers: tuple[Any, ...],
+    new: tuple[torch.Tensor, torch.Tensor] | None,
+) -> None:
+    """Launch what the plan needs, with addresses if there is a stream, else tensors.
 
-
-def _new_token_descriptors(
-    common: _Common,
-    key: torch.Tensor | None,
-    value: torch.Tensor | None,
-    block_n: int,
-) -> tuple[Any, Any] | None:
-    """Descriptors of this step's own keys and values, or None if they don't fit."""
-    if key is None or value is None:
-        return None
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    box = [block_n, 1, common.flags["HEAD_SIZE_PADDED"]]
-    for tensor in (key, value):
-        size = tensor.element_size()
-        if tensor.data_ptr() % 16 or any(s * size % 16 for s in tensor.stride()[:2]):
-            return None
-    key_new, value_new = (
-        TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), box)
-        for tensor in (key, value)
-    )
-    return key_new, value_new
-
-
-def _descriptor(cache: torch.Tensor, block_n: int, head_size_padded: int) -> Any:
-    """Host-made descriptor of [num_blocks, num_kv_heads, block_size, head_size].
-
-    It travels by value in the launch's parameters: safe in a captured graph as long as
-    the cache stays where it is, like any pointer.
+    Decode waits for nothing that prefill does: it may start where that leaves room.
     """
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    num_blocks, block_size, num_kv_heads, head_size = cache.shape
-    stride_block, stride_slot, stride_head, _ = cache.stride()
-    return TensorDescriptor(
-        cache,
-        [num_blocks, num_kv_heads, block_size, head_size],
-        [stride_block, stride_head, stride_slot, 1],
-        [1, 1, block_n, head_size_padded],
-    )
+    out, query, key_cache, value_cache, table, starts, sinks, slopes = pointers
+    header, items, splits, tiles, counts, partial, lse = buffers
+    planner = plan.planner
+    if plan.num_tiles:
+        caches = (key_cache, value_cache)
+        if new is not None and binding.new_descriptors is not None:
+            of_key, of_value = binding.new_descriptors
+            direct = stream is not None
+            caches = (of_key(new[0], direct), of_value(new[1], direct))
+        elif binding.prefill_descriptors is not None:
+            describe_key, describe_value = binding.prefill_descriptors
+            caches = (describe_key(key_cache), describe_value(value_cache))
+        pack = plan.config.prefill["PACK"]
+        binding.prefill(
+            stream, plan.num_tiles, planner.num_query_heads // pack,
+            (out, query, *caches, table, sinks, slopes, header, tiles, counts,
+             *binding.strides, step.stride_table, *binding.scalars),
+        )  # fmt: skip
+    if plan.num_items:
+        num_rows = plan.row_blocks * plan.block_m
+        caches = (key_cache, value_cache)
+        if binding.decode_descriptors is not None:
+            describe_key, describe_value = binding.decode_descriptors
+            caches = (describe_key(key_cache), describe_value(value_cache))
+        binding.decode(
+            stream, plan.num_items * planner.num_kv_heads, plan.row_blocks,
+            (out, partial, lse, query, *caches, table, sinks, slopes,
+             header, items, counts, *binding.strides, step.stride_table, num_rows,
+             *binding.scalars),
+        )  # fmt: skip
+        if plan.may_split:
+            rows = plan.decode_query_len * planner.num_query_heads
+            binding.merge(
+                stream, plan.num_seqs, rows,
+                (out, partial, lse, starts, splits, counts, *binding.strides[:2],
+                 num_rows),
+            )  # fmt: skip
 
 
 def _plan_now(
@@ -386,242 +505,5 @@ def _plan_now(
         device=query.device,
         config=config,
     )
+    planner.gate = Gate()  # its handles would serve one call
     return planner.plan(batch, num_tokens)
-
-
-def _signature(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    batch: PagedBatch,
-    options: AttentionOptions,
-    out: torch.Tensor,
-) -> tuple[object, ...]:
-    """What the checks depend on; a plan's calls repeat it layer after layer."""
-    sinks, slopes = options.sinks, options.alibi_slopes
-    return (
-        query.shape[1:], query.stride(), query.dtype, query.device,
-        key_cache.shape, key_cache.stride(), key_cache.dtype, key_cache.device,
-        value_cache.shape, value_cache.stride(), value_cache.dtype, value_cache.device,
-        out.shape[1:], out.stride(), out.dtype, out.device,
-        out.shape[0] < query.shape[0],
-        batch.block_table.dtype, batch.query_start_loc.dtype, batch.seq_lens.dtype,
-        batch.seq_lens.shape[0] == batch.block_table.shape[0],
-        batch.query_start_loc.shape[0] - batch.seq_lens.shape[0],
-        batch.block_table.dim(), batch.block_table.stride(-1),
-        batch.block_table.shape[-1] == 0,
-        options.scale, options.causal, options.sliding_window, options.softcap,
-        None if sinks is None else (sinks.shape, sinks.device, sinks.dtype),
-        None if slopes is None else (slopes.shape, slopes.device, slopes.dtype),
-    )  # fmt: skip
-
-
-def _check_tensors(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    batch: PagedBatch,
-    options: AttentionOptions,
-    out: torch.Tensor,
-) -> None:
-    if query.dim() != 3:
-        raise bad_argument(
-            "query",
-            "[num_tokens, num_query_heads, head_size]",
-            list(query.shape),
-            "reshape it",
-        )
-    if query.dtype not in DTYPES:
-        raise bad_argument(
-            "query", "float16, bfloat16 or float32", query.dtype, "convert it"
-        )
-    num_tokens, num_query_heads, head_size = query.shape
-    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
-        _check_cache(name, cache, query.dtype, head_size, query.device)
-    if key_cache.shape != value_cache.shape:
-        raise bad_argument(
-            "value_cache",
-            f"shaped like key_cache {list(key_cache.shape)}",
-            list(value_cache.shape),
-            "value heads of another size are not supported",
-        )
-    num_kv_heads = key_cache.shape[2]
-    if num_kv_heads == 0 or num_query_heads % num_kv_heads:
-        raise bad_argument(
-            "query heads",
-            f"a multiple of the {num_kv_heads} KV heads",
-            num_query_heads,
-            "check the tensor-parallel split",
-        )
-    if not 32 <= head_size <= 256:
-        raise bad_argument(
-            "head_size", "between 32 and 256", head_size, "use another back end"
-        )
-    if key_cache.shape[1] == 0 or key_cache.shape[1] % 16:
-        raise bad_argument(
-            "block_size",
-            "a multiple of 16",
-            key_cache.shape[1],
-            "set --block-size to a multiple of 16",
-        )
-    if out.shape[1:] != query.shape[1:] or out.shape[0] < num_tokens:
-        raise bad_argument(
-            "out",
-            f"shaped like query {list(query.shape)}",
-            list(out.shape),
-            "resize it",
-        )
-    if out.dtype != query.dtype:
-        raise bad_argument(
-            "out", f"of query's dtype {query.dtype}", out.dtype, "convert"
-        )
-    for name, tensor in (("query", query), ("out", out)):
-        if tensor.stride(-1) != 1 and tensor.numel():
-            raise bad_argument(
-                name,
-                "contiguous in its last axis",
-                tensor.stride(),
-                "call .contiguous()",
-            )
-    if out.device != query.device:
-        raise bad_argument("out", f"on {query.device}", out.device, "move it there")
-    _check_batch(batch, query.device)
-    _check_options(options, num_query_heads, query.device)
-
-
-def _check_cache(
-    name: str,
-    cache: torch.Tensor,
-    dtype: torch.dtype,
-    head_size: int,
-    device: torch.device,
-) -> None:
-    if cache.dim() != 4 or cache.shape[3] != head_size:
-        raise bad_argument(
-            name,
-            f"[num_blocks, block_size, num_kv_heads, {head_size}]",
-            list(cache.shape),
-            "pass a 4-D view of the cache with query's head_size",
-        )
-    if cache.dtype != dtype:
-        quantised = cache.dtype == torch.uint8 or "float8" in str(cache.dtype)
-        raise bad_argument(
-            name,
-            f"of query's dtype {dtype}",
-            cache.dtype,
-            "fp8 KV caches are not supported yet, use --kv-cache-dtype auto"
-            if quantised
-            else "convert query or cache",
-        )
-    if cache.shape[0] == 0:
-        raise bad_argument(
-            name, "at least one block", list(cache.shape), "allocate the cache first"
-        )
-    if cache.stride(3) != 1:
-        raise bad_argument(
-            name,
-            "contiguous in its last axis",
-            cache.stride(),
-            "keep head_size innermost",
-        )
-    if cache.device != device:
-        raise bad_argument(
-            name, f"on query's device {device}", cache.device, "move one of them"
-        )
-
-
-def _check_batch(batch: PagedBatch, device: torch.device) -> None:
-    num_seqs = batch.seq_lens.shape[0]
-    for name, shape in (
-        ("query_start_loc", (num_seqs + 1,)),
-        ("seq_lens", (num_seqs,)),
-        ("block_table", (num_seqs, None)),
-    ):
-        tensor: torch.Tensor = getattr(batch, name)
-        fits = tensor.dim() == len(shape) and tensor.shape[0] == shape[0]
-        if tensor.dtype != torch.int32 or not fits:
-            axes = ", ".join("max_blocks" if n is None else str(n) for n in shape)
-            raise bad_argument(
-                name,
-                f"int32 [{axes}]",
-                f"{tensor.dtype} {list(tensor.shape)}",
-                "call .to(torch.int32) or correct the shape",
-            )
-        if tensor.device != device:
-            raise bad_argument(
-                name, f"on query's device {device}", tensor.device, "move it there"
-            )
-        width = tensor.shape[-1]
-        if name == "block_table" and width == 0 and num_seqs:
-            raise bad_argument(
-                name, "at least one column", list(tensor.shape), "widen the table"
-            )
-        if tensor.stride(-1) != 1 and width > 1:
-            raise bad_argument(
-                name,
-                "contiguous in its last axis",
-                tensor.stride(),
-                "call .contiguous()",
-            )
-
-
-def _check_options(
-    options: AttentionOptions, num_query_heads: int, device: torch.device
-) -> None:
-    if not 0 < options.scale < math.inf:
-        raise bad_argument(
-            "scale", "finite, greater than 0", options.scale, "use head_size ** -0.5"
-        )
-    check_window(options.sliding_window)
-    if options.softcap is not None and not 0 <= options.softcap < math.inf:
-        raise bad_argument(
-            "softcap",
-            "None or finite and at least 0",
-            options.softcap,
-            "use None for no cap",
-        )
-    for name in ("alibi_slopes", "sinks"):
-        tensor: torch.Tensor | None = getattr(options, name)
-        if tensor is None:
-            continue
-        if tensor.shape != (num_query_heads,) or not tensor.is_floating_point():
-            raise bad_argument(
-                name,
-                f"floating point [{num_query_heads}], one per query head",
-                f"{tensor.dtype} {list(tensor.shape)}",
-                "pass this rank's heads only",
-            )
-        if tensor.device != device:
-            raise bad_argument(
-                name, f"on query's device {device}", tensor.device, "move it there"
-            )
-        if tensor.stride(0) != 1 and num_query_heads > 1:
-            raise bad_argument(
-                name, "contiguous", tensor.stride(), "call .contiguous()"
-            )
-
-
-def _check_plan(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    batch: PagedBatch,
-    options: AttentionOptions,
-    planner: AttentionPlanner,
-) -> None:
-    got = {
-        "num_query_heads": query.shape[1],
-        "num_kv_heads": key_cache.shape[2],
-        "head_size": query.shape[2],
-        "block_size": key_cache.shape[1],
-        "dtype": query.dtype,
-        "sliding_window": options.sliding_window,
-        "causal": options.causal,
-    }
-    for name, value in got.items():
-        if getattr(planner, name) != value:
-            raise bad_argument(
-                f"batch.plan {name}",
-                f"{value} as in the call",
-                getattr(planner, name),
-                "plan the batch with an AttentionPlanner made for these layers",
-            )

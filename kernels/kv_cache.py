@@ -5,8 +5,8 @@ Each byte is read and written once, 16 bytes a lane. Lanes are dealt to the head
 tokens without gaps, whatever the size and number of heads.
 """
 
-import functools
 import math
+from typing import Any
 
 import torch
 import triton
@@ -14,6 +14,14 @@ import triton.language as tl
 
 from portable_backend.device import DeviceInfo
 from portable_backend.errors import bad_argument
+from portable_backend.kernels._direct import (
+    Bindings,
+    Launch,
+    cdiv,
+    gate_for,
+    next_power_of_2,
+    pointer_classes,
+)
 from portable_backend.kernels._launch import (
     COUNT_KV_CACHE_WRITE,
     count_launch,
@@ -151,42 +159,111 @@ def write_kv_cache(
     Raises:
         ValueError: a shape, dtype, stride or device does not fit, before any launch.
     """
-    num_tokens = slot_mapping.shape[0] if slot_mapping.dim() else 0
-    _check(key, value, key_cache, value_cache, slot_mapping)
+    num_tokens, *slot_axes = slot_mapping.shape or (0,)
+    key_tokens, *key_axes = key.shape or (0,)
+    value_tokens, *value_axes = value.shape or (0,)
+    key_cache_ptr, value_cache_ptr = key_cache.data_ptr(), value_cache.data_ptr()
+    key_ptr, value_ptr = key.data_ptr(), value.data_ptr()
+    slots_ptr = slot_mapping.data_ptr()
+    tensors = (key_cache, value_cache, key, value, slot_mapping)
+    # What checks and launches depend on: all but the numbers of tokens.
+    signature = (
+        key_cache.shape, key_cache.stride(), key_cache.dtype, key_cache.device,
+        value_cache.shape, value_cache.stride(), value_cache.dtype, value_cache.device,
+        *key_axes, key.stride(), key.dtype, key.device, key_tokens == 0,
+        *value_axes, value.stride(), value.dtype, value.device, value_tokens == 0,
+        *slot_axes, slot_mapping.stride(), slot_mapping.dtype, slot_mapping.device,
+        num_tokens > 1, config,
+        pointer_classes(
+            key_cache_ptr | value_cache_ptr | key_ptr | value_ptr | slots_ptr, tensors
+        ),
+    )  # fmt: skip
+    binding = _BINDINGS.get(signature)
+    if binding is None or key_tokens < num_tokens or value_tokens < num_tokens:
+        # Raises where a tensor has too few rows, whatever is bound already.
+        _check(key, value, key_cache, value_cache, slot_mapping)
+        binding = _Binding(key, value, key_cache, value_cache, config)
+        _BINDINGS[signature] = binding
     if num_tokens == 0:
         return
-    _, block_size, num_kv_heads, head_size = key_cache.shape
-    vector = vector_size(head_size, key.dtype)
-    num_vectors = num_tokens * num_kv_heads * (head_size // vector)
-    default, options, counts, platform = _config_for(
-        key.device, num_vectors > VECTOR_BUCKET
-    )
-    if config is not None:
-        options = config.options(platform)
-    vectors = (default if config is None else config).get("VECTORS")
+    num_vectors = num_tokens * binding.vectors_per_token
+    launch, vectors = binding.launch_for(num_vectors)
+    stream = binding.gate.stream() if launch.ready else None
+    pointers: tuple[Any, ...] = (*tensors, binding.counts)
+    if stream is not None:
+        pointers = (
+            key_cache_ptr, value_cache_ptr, key_ptr, value_ptr, slots_ptr,
+            binding.counts_ptr,
+        )  # fmt: skip
+    launch(
+        stream, cdiv(num_vectors, vectors), 1,
+        (*pointers, *binding.strides, num_tokens),
+    )  # fmt: skip
+
+
+class _Binding:
+    """A signature that passed the checks, and its launch for each size of calls."""
+
+    def __init__(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        config: KernelConfig | None,
+    ) -> None:
+        _, block_size, num_kv_heads, head_size = key_cache.shape
+        info = DeviceInfo.detect(key.device)
+        vector = vector_size(head_size, key.dtype)
+        self.vectors_per_token = num_kv_heads * (head_size // vector)
+        self.constants = {
+            "NUM_KV_HEADS": num_kv_heads,
+            "BLOCK_SIZE": block_size,
+            "HEAD_SIZE": head_size,
+            "VECTOR": vector,
+        }
+        self.strides = (
+            *key.stride()[:2], *value.stride()[:2],
+            *key_cache.stride()[:3], *value_cache.stride()[:3],
+        )  # fmt: skip
+        self.counts = counters(key.device)
+        self.counts_ptr = self.counts.data_ptr()
+        self.gate = gate_for(key.device, info.platform)
+        self.interpreted = info.platform == "interpreter"
+        # Up to VECTOR_BUCKET vectors, and more.
+        self.launches: list[tuple[Launch, int]] = []
+        for size in (VECTOR_BUCKET, VECTOR_BUCKET + 1):
+            used = config or default_config(num_vectors=size, device=info)
+            vectors = _vectors_of(used)
+            launch = Launch(
+                _write_kv_cache_kernel,
+                self.constants | {"VECTORS": vectors},
+                used.options(info.platform),
+                self.gate,
+            )
+            self.launches.append((launch, vectors))
+
+    def launch_for(self, num_vectors: int) -> tuple[Launch, int]:
+        """The launch, and how many vectors a program takes."""
+        launch, vectors = self.launches[num_vectors > VECTOR_BUCKET]
+        if not self.interpreted:
+            return launch, vectors
+        # The interpreter compiles nothing, so tiles may follow each call's size.
+        vectors = min(vectors, next_power_of_2(num_vectors))
+        constants = self.constants | {"VECTORS": vectors}
+        return Launch(_write_kv_cache_kernel, constants, {}, self.gate), vectors
+
+
+def _vectors_of(config: KernelConfig) -> int:
+    vectors = config.get("VECTORS")
     if not isinstance(vectors, int) or vectors < 1 or vectors & (vectors - 1):
         raise bad_argument(
             "config VECTORS", "a power of two", repr(vectors), "correct the config"
         )
-    if platform == "interpreter":
-        # It compiles nothing, so tiles may follow each call's size.
-        vectors = min(vectors, triton.next_power_of_2(num_vectors))
-    _write_kv_cache_kernel[(triton.cdiv(num_vectors, vectors),)](
-        key_cache, value_cache, key, value, slot_mapping, counts,
-        *key.stride()[:2], *value.stride()[:2],
-        *key_cache.stride()[:3], *value_cache.stride()[:3], num_tokens,
-        NUM_KV_HEADS=num_kv_heads, BLOCK_SIZE=block_size, HEAD_SIZE=head_size,
-        VECTOR=vector, VECTORS=vectors, **options,
-    )  # fmt: skip
+    return vectors
 
 
-@functools.cache
-def _config_for(
-    device: torch.device, is_large: bool
-) -> tuple[KernelConfig, dict[str, object], torch.Tensor, str]:
-    info = DeviceInfo.detect(device)
-    config = default_config(num_vectors=VECTOR_BUCKET + is_large, device=info)
-    return config, config.options(info.platform), counters(device), info.platform
+_BINDINGS = Bindings()
 
 
 def _check(

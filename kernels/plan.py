@@ -14,7 +14,7 @@ programs past the counts in the header return at once.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -23,6 +23,21 @@ import triton.language as tl
 from portable_backend.device import DeviceInfo
 from portable_backend.errors import bad_argument
 from portable_backend.kernels import decode, prefill
+from portable_backend.kernels._checks import (
+    DTYPES,
+    check_config,
+    check_host_lengths,
+    check_lengths,
+    check_numbers,
+    check_window,
+)
+from portable_backend.kernels._direct import (
+    Bindings,
+    Launch,
+    cdiv,
+    gate_for,
+    pointer_class,
+)
 from portable_backend.kernels._jit import device_function
 from portable_backend.kernels._launch import COUNT_PLAN, count_launch, counters
 from portable_backend.kernels.config import AttentionConfig
@@ -30,7 +45,6 @@ from portable_backend.kernels.config import AttentionConfig
 if TYPE_CHECKING:
     from portable_backend.kernels.attention import PagedBatch
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 HEAD_SIZES = (32, 256)  # smallest, largest
 # Requests looked at together, and candidate chunk sizes tried together.
 _BLOCK_SEQS = 256
@@ -230,12 +244,43 @@ class StepKind:
         ]
 
 
+class Buffers(NamedTuple):
+    """A planner's device buffers: the tensors, or their addresses."""
+
+    header: Any
+    items: Any
+    splits: Any
+    tiles: Any
+    counts: Any
+    partial: Any
+    lse: Any
+
+
+@dataclass(eq=False)
+class Choice:
+    """A config, and what a planner derives from it.
+
+    Attributes:
+        number: small and unique within the planner, to look things up by.
+        tile_tokens: query tokens of one prefill tile.
+        can_split: whether requests are ever cut.
+        grids: by the longest decode, (programs, rows of each) for one item's query rows
+            and the items that fill the device.
+    """
+
+    number: int
+    config: AttentionConfig
+    tile_tokens: int
+    can_split: bool
+    grids: dict[int, tuple[int, int, int]]
+
+
 @dataclass
 class AttentionPlan:
     """The plan of one step: buffers the kernels read, and the grids they run with."""
 
     planner: AttentionPlanner
-    config: AttentionConfig
+    choice: Choice
     num_seqs: int
     num_tokens: int  # 0 where only the device knows
     decode_query_len: int
@@ -245,6 +290,11 @@ class AttentionPlan:
     row_blocks: int
     block_m: int
     no_context: bool
+
+    @property
+    def config(self) -> AttentionConfig:
+        """What the step's kernels are launched with."""
+        return self.choice.config
 
 
 class AttentionPlanner:
@@ -286,7 +336,7 @@ class AttentionPlanner:
         device: torch.device | str,
         config: AttentionConfig | None = None,
     ) -> None:
-        _check_numbers(
+        check_numbers(
             {
                 "num_query_heads": (num_query_heads, 1, None),
                 "num_kv_heads": (num_kv_heads, 1, None),
@@ -329,38 +379,49 @@ class AttentionPlanner:
         self.max_num_tokens = max_num_tokens
         self.max_decode_query_len = max_decode_query_len
         self._fixed = config
-        self._configs: dict[StepKind, AttentionConfig] = {}
-        if config is not None:
-            self._check_config(config)
+        self._made: dict[AttentionConfig, Choice] = {}
+        self._choices: dict[StepKind, Choice] = {}
         # The interpreter computes with bf16 as if it were an integer.
         self.emulate_bf16 = info.platform == "interpreter" and dtype == torch.bfloat16
         self.counts = counters(self.device)
-        self.checked: set[tuple[object, ...]] = set()
         self._allocate()
+        self.device = self.header.device  # with its index
+        self.gate = gate_for(self.device, info.platform)
+        self._launches: dict[object, Launch] = {}
+        # What paged_attention has checked and prepared, by signature.
+        self.bindings = Bindings()
+
+    def choice_for(self, kind: StepKind) -> Choice:
+        """The config of such steps and what follows from it."""
+        if kind not in self._choices:
+            config = self._fixed
+            if config is None:
+                config = default_config(
+                    num_queries_per_kv=self.queries_per_kv,
+                    num_kv_heads=self.num_kv_heads,
+                    head_size=self.head_size,
+                    dtype=self.dtype,
+                    block_size=self.block_size,
+                    device=self.info,
+                    kind=kind,
+                )
+            self._choices[kind] = self._choose(config)
+        return self._choices[kind]
 
     def config_for(self, kind: StepKind) -> AttentionConfig:
         """The config of such steps: the one given, or default_config()'s."""
-        if self._fixed is not None:
-            return self._fixed
-        if kind not in self._configs:
-            self._configs[kind] = default_config(
-                num_queries_per_kv=self.queries_per_kv,
-                num_kv_heads=self.num_kv_heads,
-                head_size=self.head_size,
-                dtype=self.dtype,
-                block_size=self.block_size,
-                device=self.info,
-                kind=kind,
-            )
-        return self._configs[kind]
+        return self.choice_for(kind).config
 
     def configs(self) -> list[AttentionConfig]:
         """Every config that a step within this planner's limits can get."""
         kinds = StepKind.within(self.max_num_seqs)
         return list(dict.fromkeys(self.config_for(kind) for kind in kinds))
 
-    def _check_config(self, config: AttentionConfig) -> None:
-        _check_config(config)
+    def _choose(self, config: AttentionConfig) -> Choice:
+        """What follows from a config, made once for each."""
+        if config in self._made:
+            return self._made[config]
+        check_config(config)
         pack = config.prefill["PACK"]
         if self.queries_per_kv % pack or pack > config.prefill["BLOCK_M"]:
             raise bad_argument(
@@ -370,47 +431,60 @@ class AttentionPlanner:
                 pack,
                 "choose another config",
             )
+        grids = {}
+        for query_len in range(1, self.max_decode_query_len + 1):
+            num_rows = query_len * self.queries_per_kv
+            block_m = decode.block_m_for(num_rows)
+            row_blocks = cdiv(num_rows, block_m)
+            target = self._target_items(config, row_blocks)
+            grids[query_len] = (row_blocks, block_m, target)
+        choice = Choice(
+            number=len(self._made),
+            config=config,
+            tile_tokens=config.prefill["BLOCK_M"] // pack,
+            can_split=config.decode["CTAS_PER_UNIT"] > 0,
+            grids=grids,
+        )
+        self._made[config] = choice
+        return choice
 
     def _target_items(self, config: AttentionConfig, row_blocks: int) -> int:
         """Items per KV head that fill the device once."""
         programs: int = self.info.num_units * config.decode["CTAS_PER_UNIT"]
         return max(1, programs // (self.num_kv_heads * row_blocks))
 
-    def _row_blocks(self, query_len: int) -> tuple[int, int]:
-        """(programs, rows of each) for the query rows of one item."""
-        num_rows = query_len * self.queries_per_kv
-        block_m = decode.block_m_for(num_rows)
-        return triton.cdiv(num_rows, block_m), block_m
-
     def _allocate(self) -> None:
         def ints(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=self.device)
 
-        configs = self.configs()
-        lengths = range(1, self.max_decode_query_len + 1)
+        choices = [self._choose(config) for config in self.configs()]
         most_targets = rows = 0
-        for config in configs:
-            if not _can_split(config):
+        for choice in choices:
+            if not choice.can_split:
                 continue
-            for blocks, block_m in {self._row_blocks(n) for n in lengths}:
-                target = self._target_items(config, blocks)
+            for row_blocks, block_m, target in choice.grids.values():
                 most_targets = max(most_targets, target)
                 # A request that is cut has at least two items, and whole chunks in
                 # all but one of them: never more than 2 * target slots.
                 slots = 2 * target * self.num_kv_heads
-                rows = max(rows, slots * blocks * block_m)
+                rows = max(rows, slots * row_blocks * block_m)
         self.header = ints(2)
         self.items = ints(max(1, most_targets + self.max_num_seqs), 8)
         self.splits = ints(self.max_num_seqs, 2)
         most_tiles = max(
-            self.max_num_tokens // _tile_tokens(config) + self.max_num_seqs
-            for config in configs
+            self.max_num_tokens // choice.tile_tokens + self.max_num_seqs
+            for choice in choices
         )
         self.tiles = ints(max(1, most_tiles), 8)
         self.partial = torch.empty(
             rows * self.head_size_padded, dtype=torch.float32, device=self.device
         )
         self.lse = torch.empty(rows, dtype=torch.float32, device=self.device)
+        self.buffers = Buffers(
+            self.header, self.items, self.splits, self.tiles, self.counts,
+            self.partial, self.lse,
+        )  # fmt: skip
+        self.addresses = Buffers(*(buffer.data_ptr() for buffer in self.buffers))
 
     @property
     def workspace_bytes(self) -> int:
@@ -432,7 +506,7 @@ class AttentionPlanner:
         Raises:
             ValueError: the step is larger than the planner was made for.
         """
-        num_seqs = _check_lengths(batch, self.device)
+        num_seqs = check_lengths(batch, self.device)
         if num_seqs > self.max_num_seqs or num_tokens > self.max_num_tokens:
             raise bad_argument(
                 "batch",
@@ -445,28 +519,28 @@ class AttentionPlanner:
         num_decodes, exact_tokens, long_lens = num_seqs, 0, None
         if batch.query_start_loc_cpu is not None:
             lens = torch.diff(batch.query_start_loc_cpu)
-            exact_tokens = _check_host_lengths(batch, lens, num_tokens)
+            exact_tokens = check_host_lengths(batch, lens, num_tokens)
             short = (lens > 0) & (lens <= self.max_decode_query_len)
             decode_query_len = max(1, int((lens * short).max())) if num_seqs else 1
             num_decodes = int(short.sum())
             long_lens = lens[lens > self.max_decode_query_len]
             has_prefill = long_lens.numel() > 0
-        kind = StepKind.of(
-            num_decodes, batch.no_context, batch.max_seq_len, has_prefill
+        # A captured graph of decodes is replayed with other lengths: they must not
+        # choose its config.
+        max_seq_len = batch.max_seq_len if has_prefill else SEQ_LENS[-1]
+        choice = self.choice_for(
+            StepKind.of(num_decodes, batch.no_context, max_seq_len, has_prefill)
         )
-        config = self.config_for(kind)
-        tile_tokens = _tile_tokens(config)
+        tile_tokens, can_split = choice.tile_tokens, choice.can_split
         num_tiles = 0
         if long_lens is not None:
             num_tiles = int(((long_lens + tile_tokens - 1) // tile_tokens).sum())
         elif has_prefill:
             num_tiles = num_tokens // tile_tokens + num_seqs
-        row_blocks, block_m = self._row_blocks(decode_query_len)
-        target = self._target_items(config, row_blocks)
-        can_split = _can_split(config)
+        row_blocks, block_m, target = choice.grids[decode_query_len]
         plan = AttentionPlan(
             planner=self,
-            config=config,
+            choice=choice,
             num_seqs=num_seqs,
             num_tokens=exact_tokens,
             decode_query_len=decode_query_len,
@@ -482,8 +556,8 @@ class AttentionPlanner:
         if num_seqs:
             tile_blocks = 1
             if has_prefill:
-                most = triton.cdiv(batch.max_query_len, tile_tokens)
-                tile_blocks = triton.cdiv(most, _BLOCK_TILES)
+                most = cdiv(batch.max_query_len, tile_tokens)
+                tile_blocks = cdiv(most, _BLOCK_TILES)
             self._launch(batch, plan, target, has_prefill, tile_blocks)
         return batch.with_plan(plan)
 
@@ -495,115 +569,44 @@ class AttentionPlanner:
         has_prefill: bool,
         tile_blocks: int,
     ) -> None:
+        starts, lens = batch.query_start_loc, batch.seq_lens
+        key = (
+            plan.choice.number, has_prefill, pointer_class(starts), pointer_class(lens)
+        )  # fmt: skip
+        launch = self._launches.get(key)
+        if launch is None:
+            launch = self._make_launch(plan.choice, has_prefill)
+            self._launches[key] = launch
+        stream = self.gate.stream() if launch.ready else None
+        buffers: Any = self.buffers
+        inputs: tuple[Any, Any] = (starts, lens)
+        if stream is not None:
+            buffers = self.addresses
+            inputs = (starts.data_ptr(), lens.data_ptr())
         # What separates decodes from prefills is the fixed limit, not the longest
         # decode of this step: a request may only ever land on one side.
-        config = plan.config.decode
-        _plan_kernel[(plan.num_seqs, tile_blocks)](
-            self.header, self.items, self.splits, self.tiles, self.counts,
-            batch.query_start_loc, batch.seq_lens,
-            plan.num_seqs, self.max_decode_query_len, self.sliding_window or 0, target,
-            HAS_WINDOW=self.sliding_window is not None, SPLIT=_can_split(plan.config),
-            PREFILL=has_prefill,
-            BLOCK_N=config["BLOCK_N"], MIN_CHUNK=config["MIN_CHUNK"],
-            TILE_TOKENS=_tile_tokens(plan.config),
-            BLOCK_SEQS=_BLOCK_SEQS, RANK_SEQS=_RANK_SEQS, BLOCK_TILES=_BLOCK_TILES,
+        sizes = (
+            plan.num_seqs, self.max_decode_query_len, self.sliding_window or 0, target
+        )  # fmt: skip
+        launch(
+            stream, plan.num_seqs, tile_blocks,
+            (*buffers[:5], *inputs, *sizes),
         )  # fmt: skip
 
-
-def _tile_tokens(config: AttentionConfig) -> int:
-    """Query tokens of one prefill tile."""
-    tokens: int = config.prefill["BLOCK_M"] // config.prefill["PACK"]
-    return tokens
-
-
-def _can_split(config: AttentionConfig) -> bool:
-    split: bool = config.decode["CTAS_PER_UNIT"] > 0
-    return split
-
-
-def _check_numbers(numbers: dict[str, tuple[int, int, int | None]]) -> None:
-    for name, (value, least, most) in numbers.items():
-        if value < least or (most is not None and value > most):
-            limits = f"at least {least}" if most is None else f"from {least} to {most}"
-            raise bad_argument(name, limits, value, "correct it")
-
-
-def check_window(window: int | None) -> None:
-    """Raise ValueError unless `window` is None or a whole number of tokens."""
-    if window is not None and (not isinstance(window, int) or window < 1):
-        raise bad_argument(
-            "sliding_window",
-            "None or an int of at least 1, the query's own position included",
-            window,
-            "use None for no window",
-        )
-
-
-def _check_config(config: AttentionConfig) -> None:
-    for kernel, names in (
-        ("prefill", ("BLOCK_M", "BLOCK_N", "PACK", "num_stages")),
-        ("decode", ("BLOCK_N", "CTAS_PER_UNIT", "MIN_CHUNK", "num_stages")),
-        ("merge", ("BLOCK_SPLITS",)),
-    ):
-        params = getattr(config, kernel)
-        for name in names:
-            value = params.get(name)
-            least = 0 if name == "CTAS_PER_UNIT" else 1
-            tile = name.startswith("BLOCK_")
-            whole = isinstance(value, int) and value >= least
-            if not whole or (tile and value & (value - 1)):
-                kind = "a power of two" if tile else f"an int of at least {least}"
-                raise bad_argument(
-                    f"config.{kernel} {name}", kind, repr(value), "correct the config"
-                )
-    for kernel, kinds in (
-        ("prefill", ("pointer", "descriptor", "new")),
-        ("decode", ("pointer", "descriptor")),
-    ):
-        load = getattr(config, kernel).get("LOAD")
-        if load not in kinds:
-            raise bad_argument(
-                f"config.{kernel} LOAD",
-                " or ".join(kinds),
-                repr(load),
-                "correct the config",
-            )
-
-
-def _check_lengths(batch: PagedBatch, device: torch.device) -> int:
-    """Number of requests, if both length tensors are fit to be read by the kernel."""
-    num_seqs = batch.seq_lens.shape[0] if batch.seq_lens.dim() == 1 else -1
-    for name, tensor, size in (
-        ("seq_lens", batch.seq_lens, num_seqs),
-        ("query_start_loc", batch.query_start_loc, num_seqs + 1),
-    ):
-        right = tensor.dtype == torch.int32 and tensor.shape == (size,)
-        if not right or (size > 1 and tensor.stride(0) != 1):
-            raise bad_argument(
-                name,
-                f"int32 [{size if size >= 0 else 'num_seqs'}], contiguous",
-                f"{tensor.dtype} {list(tensor.shape)} with stride {tensor.stride()}",
-                "call .to(torch.int32) or .contiguous(), or correct the shape",
-            )
-        if tensor.device.type != device.type:
-            raise bad_argument(
-                name, f"on the planner's {device}", tensor.device, "move it there"
-            )
-    return num_seqs
-
-
-def _check_host_lengths(batch: PagedBatch, lens: torch.Tensor, num_tokens: int) -> int:
-    """Query tokens of the step, if the host's numbers agree with each other."""
-    longest = int(lens.max()) if lens.numel() else 0
-    total = int(lens.sum())
-    if longest > batch.max_query_len or total > num_tokens:
-        raise bad_argument(
-            "batch.max_query_len and num_tokens",
-            f"at least {longest} and {total}, as query_start_loc_cpu says",
-            f"{batch.max_query_len} and {num_tokens}",
-            "pass upper bounds",
-        )
-    return total
+    def _make_launch(self, choice: Choice, has_prefill: bool) -> Launch:
+        decode_config = choice.config.decode
+        constants = {
+            "HAS_WINDOW": self.sliding_window is not None,
+            "SPLIT": choice.can_split,
+            "PREFILL": has_prefill,
+            "BLOCK_N": decode_config["BLOCK_N"],
+            "MIN_CHUNK": decode_config["MIN_CHUNK"],
+            "TILE_TOKENS": choice.tile_tokens,
+            "BLOCK_SEQS": _BLOCK_SEQS,
+            "RANK_SEQS": _RANK_SEQS,
+            "BLOCK_TILES": _BLOCK_TILES,
+        }
+        return Launch(_plan_kernel, constants, {}, self.gate)
 
 
 def default_config(

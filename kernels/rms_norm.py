@@ -12,10 +12,9 @@ unrounded fp32 sum, the normalised value rounded to the weight's dtype before th
 product.
 """
 
-import functools
 import itertools
 import math
-from typing import NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -23,6 +22,14 @@ import triton.language as tl
 
 from portable_backend.device import DeviceInfo
 from portable_backend.errors import bad_argument
+from portable_backend.kernels._direct import (
+    Bindings,
+    Launch,
+    cdiv,
+    gate_for,
+    next_power_of_2,
+    pointer_classes,
+)
 from portable_backend.kernels._jit import device_function
 from portable_backend.kernels._launch import (
     COUNT_FUSED_ADD_RMS_NORM,
@@ -193,103 +200,166 @@ def rms_norm(
         raise bad_argument(
             "residual_out", "None without residual", "a tensor", "omit it"
         )
+    # What checks and launches depend on; our own tensors and x itself need no look.
+    signature = (
+        x.shape, x.stride(), x.dtype, x.device,
+        None if weight is None else _layout(weight),
+        None if residual is None else _layout(residual),
+        out is x if out is x or out is None else _layout(out),
+        residual_out is residual
+        if residual_out is residual or residual_out is None
+        else _layout(residual_out),
+        config,
+    )  # fmt: skip
     if out is None:
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if residual is not None and residual_out is None:
-        residual_out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _check(x, weight, residual, out, residual_out)
-    row_size = x.shape[-1]
-    num_rows = x.numel() // row_size
-    if num_rows:
-        default, options, counts, info = _config_for(
-            x.device, row_size, x.dtype, row_bucket(num_rows)
+        residual_out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    # Tensors that a launch does not use still need a place among its arguments.
+    tensors = (
+        out,
+        out if residual_out is None else residual_out,
+        x,
+        x if residual is None else residual,
+        x if weight is None else weight,
+    )
+    out_ptr, residual_out_ptr, x_ptr, residual_ptr, weight_ptr = addresses = (
+        tensors[0].data_ptr(), tensors[1].data_ptr(), tensors[2].data_ptr(),
+        tensors[3].data_ptr(), tensors[4].data_ptr(),
+    )  # fmt: skip
+    classes = pointer_classes(
+        out_ptr | residual_out_ptr | x_ptr | residual_ptr | weight_ptr, tensors
+    )
+    binding = _BINDINGS.get((signature, classes))
+    if binding is None:
+        _check(x, weight, residual, out, residual_out)
+        binding = _Binding(
+            tensors, weight is not None, residual is not None, classes, config
         )
-        if config is not None:
-            options = config.options(info.platform)
-        tile = _tile_for(default if config is None else config, num_rows, info)
-        fused = residual is not None
-        if residual is None or residual_out is None:
-            tensors = (out, out, x, x)
-        else:
-            tensors = (out, residual_out, x, residual)
-        folded = _fold_leading_axes(tensors)
-        if folded is None:
-            # No pair of strides reaches every row: work on copies laid out plainly.
-            o, ro, i, r = (t.contiguous() for t in tensors)
-            copies = (o, ro, i, r)
-            _launch(copies, weight, eps, counts, tile, options, fused)
-            out.copy_(copies[0])
-            if residual_out is not None:
-                residual_out.copy_(copies[1])
-        else:
-            _launch(tensors, weight, eps, counts, tile, options, fused, folded)
+        _BINDINGS[signature, classes] = binding
+    launch = binding.launch
+    if launch is None:
+        if binding.num_rows:
+            # No pair of strides reaches every row: work on plain copies.
+            normed = rms_norm(
+                x.contiguous(), weight, eps,
+                residual=None if residual is None else residual.contiguous(),
+                config=config,
+            )  # fmt: skip
+            for target, made in zip(
+                (out, residual_out), normed if isinstance(normed, tuple) else (normed,),
+                strict=False,
+            ):  # fmt: skip
+                assert target is not None
+                target.copy_(made)
+    else:
+        stream = binding.gate.stream() if launch.ready else None
+        pointers: tuple[Any, ...] = (*tensors, binding.counts)
+        if stream is not None:
+            pointers = (*addresses, binding.counts_ptr)
+        launch(
+            stream, binding.num_programs, 1,
+            (*pointers, *binding.strides, binding.num_rows, float(eps)),
+        )  # fmt: skip
     return out if residual_out is None else (out, residual_out)
 
 
-_Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
-class _Tile(NamedTuple):
-    """A config in the terms of one launch."""
+class _Binding:
+    """A signature that passed the checks, and its launch; None where there is none."""
 
-    rows: int
-    programs: int
-    is_persistent: bool
-    evict_first: bool
+    launch: Launch | None = None
+
+    def __init__(
+        self,
+        tensors: tuple[torch.Tensor, ...],
+        has_weight: bool,
+        fused: bool,
+        classes: object,
+        config: KernelConfig | None,
+    ) -> None:
+        """Bind (out, residual_out, x, residual, weight), fillers included."""
+        x, weight = tensors[2], tensors[4]
+        row_size = x.shape[-1]
+        self.num_rows = x.numel() // row_size
+        if self.num_rows == 0:
+            return
+        info = DeviceInfo.detect(x.device)
+        if config is None:
+            config = default_config(
+                row_size=row_size,
+                num_rows=BUCKET_SIZES[row_bucket(self.num_rows)],
+                dtype=x.dtype,
+                device=info,
+            )
+        rows, programs_per_unit = _tile_of(config)
+        if info.platform == "interpreter":
+            # The interpreter compiles nothing, so tiles may follow each call's size.
+            rows = min(rows, next_power_of_2(self.num_rows))
+        folded = _fold_leading_axes(tensors[:4])
+        if folded is None:
+            return
+        inner, strides = folded
+        self.strides = tuple(strides)
+        self.num_programs = cdiv(self.num_rows, rows)
+        if programs_per_unit:
+            most = programs_per_unit * info.num_units
+            self.num_programs = min(self.num_programs, most)
+        self.counts = counters(x.device)
+        self.counts_ptr = self.counts.data_ptr()
+        self.gate = gate_for(x.device, info.platform)
+        constants = {
+            "INNER": inner,
+            "ROW_SIZE": row_size,
+            "ROW_SIZE_PADDED": next_power_of_2(row_size),
+            "HAS_RESIDUAL": fused,
+            "HAS_WEIGHT": has_weight,
+            "EMULATE_BF16": info.platform == "interpreter",
+            "ROWS": rows,
+            "PERSISTENT": programs_per_unit > 0,
+            "EVICT_FIRST": bool(config.get("EVICT_FIRST", False)),
+        }
+        options = config.options(info.platform)
+        # One launch, and so one handle, for every number of rows.
+        key = (
+            *constants.items(), *options.items(), *strides, x.dtype, weight.dtype,
+            x.device, classes,
+        )  # fmt: skip
+        launch = _LAUNCHES.get(key)
+        if launch is None:
+            launch = Launch(_rms_norm_kernel, constants, options, self.gate)
+            _LAUNCHES[key] = launch
+        self.launch = launch
 
 
-def _tile_for(config: KernelConfig, num_rows: int, info: DeviceInfo) -> _Tile:
+_BINDINGS = Bindings()
+_LAUNCHES = Bindings()
+
+
+def _tile_of(config: KernelConfig) -> tuple[int, int]:
+    """(rows of a program, looping programs of a unit or 0)."""
     rows = config.get("ROWS")
     if not isinstance(rows, int) or rows < 1 or rows & (rows - 1):
         raise bad_argument(
             "config ROWS", "a power of two", repr(rows), "correct the config"
         )
-    programs_per_unit = config.get("PROGRAMS_PER_UNIT", 0)
-    if not isinstance(programs_per_unit, int) or programs_per_unit < 0:
+    programs = config.get("PROGRAMS_PER_UNIT", 0)
+    if not isinstance(programs, int) or programs < 0:
         raise bad_argument(
             "config PROGRAMS_PER_UNIT",
             "0 or the programs of one unit",
-            repr(programs_per_unit),
+            repr(programs),
             "correct the config",
         )
-    if info.platform == "interpreter":
-        # It compiles nothing, so tiles may follow each call's size.
-        padded: int = triton.next_power_of_2(num_rows)
-        rows = min(rows, padded)
-    programs = triton.cdiv(num_rows, rows)
-    if programs_per_unit:
-        programs = min(programs, programs_per_unit * info.num_units)
-    evict_first = bool(config.get("EVICT_FIRST", False))
-    return _Tile(rows, programs, programs_per_unit > 0, evict_first)
+    return rows, programs
 
 
-def _launch(
-    tensors: _Tensors,
-    weight: torch.Tensor | None,
-    eps: float,
-    counts: torch.Tensor,
-    tile: _Tile,
-    options: dict[str, object],
-    fused: bool,
-    folded: tuple[int, list[int]] | None = None,
-) -> None:
-    """Launch on (out, residual_out, x, residual), or without on (out, out, x, x)."""
-    x = tensors[2]
-    inner, strides = folded or (1, [x.shape[-1], 0] * 4)
-    row_size = x.shape[-1]
-    num_rows = x.numel() // row_size
-    _rms_norm_kernel[(tile.programs,)](
-        *tensors, weight if weight is not None else x, counts,
-        *strides, num_rows, float(eps),
-        INNER=inner, ROW_SIZE=row_size,
-        ROW_SIZE_PADDED=triton.next_power_of_2(row_size),
-        HAS_RESIDUAL=fused, HAS_WEIGHT=weight is not None,
-        EMULATE_BF16=x.device.type == "cpu", ROWS=tile.rows,
-        PERSISTENT=tile.is_persistent, EVICT_FIRST=tile.evict_first, **options,
-    )  # fmt: skip
-
-
-def _fold_leading_axes(tensors: _Tensors) -> tuple[int, list[int]] | None:
+def _fold_leading_axes(
+    tensors: tuple[torch.Tensor, ...],
+) -> tuple[int, list[int]] | None:
     """Address all rows by (outer, inner) index: inner size, and strides per tensor.
 
     None if some tensor's leading axes cannot be folded into two.
@@ -314,17 +384,6 @@ def _fold(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int | None:
         if outer != inner * n:
             return None
     return axes[-1][1] if axes else strides[-1]
-
-
-@functools.cache
-def _config_for(
-    device: torch.device, row_size: int, dtype: torch.dtype, bucket: int
-) -> tuple[KernelConfig, dict[str, object], torch.Tensor, DeviceInfo]:
-    info = DeviceInfo.detect(device)
-    config = default_config(
-        row_size=row_size, num_rows=BUCKET_SIZES[bucket], dtype=dtype, device=info
-    )
-    return config, config.options(info.platform), counters(device), info
 
 
 def _check(

@@ -9,8 +9,10 @@ vLLM keys its compile cache by the text of this file. A changed op schema gets a
 name. No `from __future__ import annotations` here: vLLM compares provider signatures.
 """
 
+import functools
 import importlib.util
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,10 +32,16 @@ _LIBRARY.define(
 )
 
 
-def _rms_norm_op(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+@functools.cache
+def _kernel() -> Callable[..., Any]:
+    """Imported late, since it brings Triton; once, since each import takes time."""
     from portable_backend.kernels import rms_norm as kernel
 
-    out = kernel(x, weight, eps)
+    return kernel
+
+
+def _rms_norm_op(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    out = _kernel()(x, weight, eps)
     assert isinstance(out, Tensor)
     return out
 
@@ -41,9 +49,7 @@ def _rms_norm_op(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 def _fused_add_rms_norm_op(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float
 ) -> None:
-    from portable_backend.kernels import rms_norm as kernel
-
-    kernel(x, weight, eps, residual=residual, out=x, residual_out=residual)
+    _kernel()(x, weight, eps, residual=residual, out=x, residual_out=residual)
 
 
 def _rms_norm_fake(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -72,7 +78,7 @@ def rms_norm(
     x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> Tensor:
     """Provider of vllm.ir.ops.rms_norm."""
-    out: Tensor = torch.ops.portable_backend.rms_norm(x, weight, epsilon)
+    out: Tensor = torch.ops.portable_backend.rms_norm.default(x, weight, epsilon)
     return out
 
 
@@ -84,7 +90,8 @@ def fused_add_rms_norm(
     variance_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Provider of vllm.ir.ops.fused_add_rms_norm; x and x_residual are overwritten."""
-    torch.ops.portable_backend.fused_add_rms_norm(x, x_residual, weight, epsilon)
+    op = torch.ops.portable_backend.fused_add_rms_norm.default
+    op(x, x_residual, weight, epsilon)
     return x, x_residual
 
 

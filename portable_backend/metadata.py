@@ -128,10 +128,10 @@ class PortableMetadataBuilder(AttentionMetadataBuilder[PortableMetadata]):
         metadata = PortableMetadata(
             num_actual_tokens=common.num_actual_tokens,
             max_query_len=int(common.max_query_len),
-            query_start_loc=common.query_start_loc[: num_reqs + 1],
+            query_start_loc=_first(common.query_start_loc, num_reqs + 1),
             max_seq_len=common.max_seq_len,
-            seq_lens=common.seq_lens[:num_reqs],
-            block_table=common.block_table_tensor[:num_reqs],
+            seq_lens=_first(common.seq_lens, num_reqs),
+            block_table=_first(common.block_table_tensor, num_reqs),
             slot_mapping=common.slot_mapping,
         )
         if metadata.max_query_len > self.max_decode_query_len:
@@ -187,6 +187,11 @@ class PortableMetadataBuilder(AttentionMetadataBuilder[PortableMetadata]):
         """Follow seq_lens, which a drafter has advanced in place; can be captured."""
         for key, batch in metadata.batches.items():
             self.planners[key].plan(batch, metadata.num_actual_tokens)
+
+
+def _first(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """The first rows; no view, which costs a microsecond, where there are no more."""
+    return tensor if tensor.shape[0] == rows else tensor[:rows]
 
 
 def _impls(vllm_config: Any, layer_names: list[str]) -> list[Any]:

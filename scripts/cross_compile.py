@@ -48,6 +48,7 @@ from portable_backend.kernels import (
     rms_norm,
     write_kv_cache,
 )
+from portable_backend.kernels._direct import Bindings
 
 TARGETS = (
     "sm80",
@@ -159,7 +160,9 @@ def launched_kernels(arch: str, shape: Shape) -> list[tuple[JITFunction, dict]]:
 def _forget_lookups(module: ModuleType) -> None:
     """Drop what a module cached for another architecture."""
     for value in vars(module).values():
-        if hasattr(value, "cache_clear"):
+        if isinstance(value, Bindings):
+            value.clear()
+        elif hasattr(value, "cache_clear"):
             value.cache_clear()
 
 

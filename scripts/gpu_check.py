@@ -38,6 +38,7 @@ KERNEL_TESTS = (
     "test_kv_cache.py",
     "test_rms_norm.py",
     "test_kernel_errors.py",
+    "test_launch.py",
 )
 STAGES = ("kernels", "sanitizer", "tokens", "serve", "anchor", "newest")
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}

@@ -203,14 +203,18 @@ ATTENTION = {
 }
 
 
-@pytest.mark.parametrize("planned", [False, True], ids=["unplanned", "planned"])
+@pytest.mark.parametrize("when", ["unplanned", "planned", "after good input"])
 @pytest.mark.parametrize("what", ATTENTION)
-def test_attention_refuses(what, planned, device):
+def test_attention_refuses(what, when, device):
     change, (name, given, remedy) = ATTENTION[what]
     inputs = make_inputs(CASE, device)
     planned_batch = make_planner(CASE, device).plan(inputs.batch, CASE.num_tokens)
+    if when == "after good input":
+        good = replace(inputs, batch=planned_batch)
+        call(good)
+        call(good)
     change(inputs)
-    if planned:
+    if when != "unplanned":
         inputs.batch = replace(inputs.batch, plan=planned_batch.plan)
     refused(name, given, lambda: call(inputs), device, remedy)
 
