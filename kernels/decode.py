@@ -158,9 +158,11 @@ def _decode_kernel(
 ):  # fmt: skip
     count_launch(counts_ptr, COUNT_DECODE)
     if OVERLAP:  # noqa: SIM102  a constexpr must stand alone
-        # What comes after this launch counts on the prefill kernel's results too: one
-        # program of this launch ends after it.
-        if tl.program_id(0) + tl.program_id(1) == 0:
+        # What comes after this launch counts on the prefill kernel's results too: its
+        # last program, which has the least to do, ends after prefill.
+        if (tl.program_id(0) == tl.num_programs(0) - 1) & (
+            tl.program_id(1) == tl.num_programs(1) - 1
+        ):
             tl.extra.cuda.gdc_wait()
     DESCRIPTOR: tl.constexpr = LOAD == "descriptor"
     item = tl.program_id(0) // NUM_KV_HEADS
