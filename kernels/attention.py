@@ -158,11 +158,12 @@ def paged_attention(
     new: tuple[Any, Any] | None = None
     if step.reads_new and key is not None and value is not None:
         new = (key, value)
+        needed = plan.num_tokens or num_tokens
         for name, tensor in (("key", key), ("value", value)):
-            if tensor.dim() != 3 or tensor.shape[0] < plan.num_tokens:
+            if tensor.dim() != 3 or tensor.shape[0] < needed:
                 raise bad_argument(
                     name,
-                    f"[at least {plan.num_tokens} tokens, num_kv_heads, head_size]",
+                    f"[at least {needed} tokens, num_kv_heads, head_size]",
                     list(tensor.shape),
                     "pass the step's new tokens, or None",
                 )

@@ -126,6 +126,16 @@ def test_a_broken_promise_of_no_context_gives_nan(device):
     assert torch.isnan(call(inputs)[:100]).all()
 
 
+@pytest.mark.parametrize("name", ["key", "value"])
+def test_too_few_new_tokens_are_refused(name, device):
+    inputs = make_inputs(CASE, device)
+    config = draw("prefill", CASE, device, 1)[0]
+    inputs.config = replace(config, prefill=config.prefill.replace(LOAD="new"))
+    short = getattr(inputs, name)[:-1]
+    with pytest.raises(ValueError, match=f"{name}.*tokens"):
+        call(inputs, **{name: short})
+
+
 @pytest.mark.parametrize("arch", sorted(ARCH_LIMITS))
 @pytest.mark.parametrize("head_size", [32, 80, 128, 256])
 @pytest.mark.parametrize("element_size", [2, 4])
