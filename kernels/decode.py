@@ -122,8 +122,8 @@ def shared_elements(block_n: int, padded: int, num_stages: int) -> int:
 
 def default_merge_config(*, device: DeviceInfo) -> KernelConfig:
     """The merge kernel's config: splits read at once, and warps."""
-    # Hopper can start this launch while the decode kernel drains.
-    early = device.platform == "cuda" and device.arch not in ("sm80",)
+    # From Hopper on this launch can start while the decode kernel drains.
+    early = device.arch in ("sm90", "sm100", "sm120")
     return KernelConfig.of(BLOCK_SPLITS=8, num_warps=1, launch_pdl=early or None)
 
 

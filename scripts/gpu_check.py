@@ -34,6 +34,7 @@ KERNEL_TESTS = (
     "test_attention.py",
     "test_attention_poison.py",
     "test_attention_gpu.py",
+    "test_attention_space.py",
     "test_plan.py",
     "test_kv_cache.py",
     "test_rms_norm.py",
