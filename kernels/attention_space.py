@@ -65,9 +65,10 @@ def prefill_configs(problem: AttentionProblem) -> Iterator[KernelConfig]:
 
     Bounds: tiles of 16 rows a warp at least, since a matrix instruction has as many;
     tiles in shared memory; accumulators and scores in registers, with room for a third
-    of them to spill; 128 registers at most where two programs of 8 warps shall share a
-    unit. With 4 bytes an element only tiles of at most 32 rows: such products run
-    unrolled on plain ALUs, and compile for minutes otherwise.
+    of them to spill; a cap of 128 registers, so that two programs of 8 warps share a
+    unit, only where accumulators and scores take three quarters of it at most. With 4
+    bytes an element only tiles of at most 32 rows: such products run unrolled on plain
+    ALUs, and compile for minutes otherwise.
     """
     device, padded = problem.device, problem.padded
     on_gpu = device.platform != "interpreter"
@@ -91,7 +92,8 @@ def prefill_configs(problem: AttentionProblem) -> Iterator[KernelConfig]:
             loads = [*loads, "new"]
         for load in loads:
             caps: list[int | None] = [None]
-            if device.platform == "cuda" and num_warps == 8:
+            small = block_m * (padded + block_n) / lanes <= 96
+            if device.platform == "cuda" and num_warps == 8 and small:
                 caps.append(128)
             for maxnreg in caps:
                 yield KernelConfig.of(
