@@ -174,12 +174,14 @@ def mask_scores(
     window,
     CAUSAL: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    CLEAN: tl.constexpr,
 ):
     """Scores of keys that a row may not see become hugely negative.
 
-    Rows that count have query_pos < end. `pos` is near key_pos and query_pos.
+    Rows that count have query_pos < end. `pos` is near key_pos and query_pos. CLEAN
+    promises that no score is NaN but for NaN in what the row's request holds.
     """
-    if CAUSAL and not HAS_WINDOW:
+    if CAUSAL and CLEAN and not HAS_WINDOW:
         # A bound linear in the distance, at least 5e29 for keys up to the query and at
         # most -5e29 after it: two float operations a score, where a comparison and a
         # selection cost predicate registers and the packing of them.

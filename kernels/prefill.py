@@ -203,7 +203,11 @@ def _attend_tiles(
             if SHIFT:
                 # Keys that the shifted tile repeats: out of everybody's sight.
                 key_pos = tl.where(key_pos < pos, end, key_pos)
-            s = mask_scores(s, pos, key_pos, query_pos, end, window, CAUSAL, HAS_WINDOW)
+            # Behind the request's own new tokens may lie others', or garbage.
+            s = mask_scores(
+                s, pos, key_pos, query_pos, end, window, CAUSAL, HAS_WINDOW,
+                LOAD != "new",
+            )  # fmt: skip
         p, alpha, m_i, l_i = online_softmax(s, m_i, l_i, qk_scale, SOFTCAP or ALIBI)
         l_i += tl.sum(p, 1)
         acc = acc * alpha[:, None]

@@ -146,8 +146,10 @@ class Runner:
         for name, options in (("tests", parallel), ("slow tests", ["-m", "slow"])):
             label = name.replace(" ", "_")
             report = self.out / f"{label}.xml"
-            command = self.pytest(*files, *options, f"--junitxml={report}")
-            job = Job(command, self.out / f"{label}.log")
+            # With a line for each test, the log names failures even of a run cut short.
+            command = self.pytest(*files, *options, "-vv", f"--junitxml={report}")
+            log = self.out / f"{label}.log"
+            job = Job(command, log)
             failed = job.wait(self.limit(self.args.kernels_limit_s))
             counts = junit_counts(report)
             drawn = counts.pop("drawn", 0)
@@ -156,6 +158,8 @@ class Runner:
                 summary += f", {drawn} drawn cases among them"
             if failed:
                 summary += f", {counts.get('failed', '?')} failed ({failed})"
+                names = failed_in_log(log)
+                summary += "".join(f"\n    {name}" for name in names[:9])
             counts["drawn"] = drawn
             self.add(
                 "kernels",
@@ -342,6 +346,12 @@ class Runner:
         )
         passed = not failed and len(rows) > 0 and len(good) == len(rows)
         self.add("anchor", "rows", passed, summary, seconds=job.seconds)
+
+
+def failed_in_log(log: Path) -> list[str]:
+    """Names of failed tests in pytest's verbose output, in order, without repeats."""
+    text = log.read_text(errors="replace") if log.exists() else ""
+    return list(dict.fromkeys(re.findall(r"(?:FAILED|ERROR) (\S+::\S+)", text)))
 
 
 def junit_counts(report: Path) -> dict[str, Any]:

@@ -111,6 +111,21 @@ def test_failed_and_drawn_tests_are_counted(gpu_check, tmp_path):
     assert gpu_check.junit_counts(tmp_path / "absent.xml") == {}
 
 
+def test_failures_are_named_even_of_a_run_cut_short(gpu_check, tmp_path):
+    log = tmp_path / "log"
+    log.write_text(
+        "[gw0] [  5%] PASSED tests/test_a.py::test_x \n"
+        "[gw1] [  6%] FAILED tests/test_a.py::test_y[1-a b] \n"
+        "[gw1] [  7%] ERROR tests/test_b.py::test_z \n"
+        "FAILED tests/test_a.py::test_y[1-a b] - assert 1 == 2\n"
+    )
+    assert gpu_check.failed_in_log(log) == [
+        "tests/test_a.py::test_y[1-a",
+        "tests/test_b.py::test_z",
+    ]
+    assert gpu_check.failed_in_log(tmp_path / "absent") == []
+
+
 def test_a_job_out_of_time_is_ended_with_its_children(gpu_check, tmp_path):
     alive = tmp_path / "alive"
     child = f"import time, pathlib; time.sleep(3); pathlib.Path({str(alive)!r}).touch()"
