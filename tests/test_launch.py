@@ -21,6 +21,12 @@ STUB_TESTS = Path(__file__).with_name("stub_launches.py")
 SCRIPT = Path(__file__).parents[1] / "scripts" / "host_cost.py"
 
 
+NO_GPU = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="checked where there is no GPU"
+)
+
+
+@NO_GPU
 def test_direct_launches_on_a_stub_gpu():
     """With Triton's interpreter off, which is decided when it is first imported."""
     command = [sys.executable, "-P", "-m", "pytest", "-q", "--tb=short"]
@@ -37,6 +43,7 @@ def test_direct_launches_on_a_stub_gpu():
     assert " passed" in done.stdout
 
 
+@NO_GPU
 def test_the_host_cost_script_runs_in_the_interpreter(tmp_path):
     result = tmp_path / "times.json"
     command = [sys.executable, "-P", SCRIPT, "--calls", "1", "--rounds", "1"]
