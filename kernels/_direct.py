@@ -22,6 +22,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -131,8 +132,8 @@ class Launch:
     """
 
     __slots__ = (
-        "_compiled", "_constants", "_function", "_gate", "_kernel", "_options",
-        "_packed", "_refused", "_run", "_tail", "ready",
+        "_call", "_compiled", "_constants", "_gate", "_kernel", "_options", "_refused",
+        "ready",
     )  # fmt: skip
 
     def __init__(
@@ -162,10 +163,7 @@ class Launch:
         if stream is None:
             self._dispatch((grid_x, grid_y), args)
         else:
-            self._run(
-                grid_x, grid_y, 1, stream, self._function, self._packed,
-                None, None, None, *args, *self._tail,
-            )  # fmt: skip
+            self._call(grid_x, grid_y, stream, args)
 
     def _dispatch(self, grid: tuple[int, int], args: tuple[Any, ...]) -> None:
         compiled = self._kernel[grid](*args, **self._constants, **self._options)
@@ -195,11 +193,104 @@ class Launch:
         if not isinstance(function, int):
             raise Unknown(f"the function is a {type(function).__name__}")
         self._compiled = compiled  # unloads its binary when it goes
-        self._run: Callable[..., None] = run
-        self._function = function
-        self._packed = compiled.packed_metadata
-        self._tail = tuple(self._constants[name] for name in names)
+        tail = tuple(self._constants[name] for name in names)
+        self._call = _c_function_call(compiled, args, tail) or _launcher_call(
+            compiled, tail
+        )
         self.ready = True
+
+
+Caller = Callable[[int, int, int, tuple[Any, ...]], None]
+
+
+def _launcher_call(compiled: Any, tail: tuple[Any, ...]) -> Caller:
+    """Through Triton's launcher object."""
+    run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
+
+    def call(grid_x: int, grid_y: int, stream: int, args: tuple[Any, ...]) -> None:
+        run(
+            grid_x, grid_y, 1, stream, function, packed, None, None, None, *args, *tail
+        )  # fmt: skip
+
+    return call
+
+
+def _c_function_call(
+    compiled: Any, args: tuple[Any, ...], tail: tuple[Any, ...]
+) -> Caller | None:
+    """Past the launcher object, to the C function that it calls; None if unknown.
+
+    The object asks for scratch memory, of which these kernels have none, and encodes
+    descriptors anew at each launch. Here a descriptor is encoded once.
+    """
+    run = compiled.run
+    if type(run).__name__ != "CudaLauncher" or getattr(run, "gsan_enabled", False):
+        return None
+    if run.global_scratch_size or run.profile_scratch_size or run.num_ctas != 1:
+        return None
+    launch, expand = _unwrapped(compiled, args)
+    if launch is None or expand is None:
+        return None
+    function, packed = compiled.function, compiled.packed_metadata
+    flags = (run.launch_cooperative_grid, run.launch_pdl)
+    if hasattr(run, "kernel_signature"):  # Triton 3.8 and 3.9
+        annotations, signature = run.arg_annotations, run.kernel_signature
+
+        def call(x: int, y: int, stream: int, args: tuple[Any, ...]) -> None:
+            launch(
+                x, y, 1, stream, function, *flags, packed, None, None, None, None,
+                None, annotations, signature, (*expand(args), *tail),
+            )  # fmt: skip
+
+    else:  # Triton 3.6
+
+        def call(x: int, y: int, stream: int, args: tuple[Any, ...]) -> None:
+            launch(
+                x, y, 1, stream, function, *flags, None, None, packed, None, None,
+                None, *expand(args), *tail,
+            )  # fmt: skip
+
+    return call
+
+
+def _unwrapped(
+    compiled: Any, args: tuple[Any, ...]
+) -> tuple[Any, Callable[[tuple[Any, ...]], tuple[Any, ...]]] | tuple[None, None]:
+    """The C function, and what makes its arguments of the kernel's; or (None, None).
+
+    Triton wraps the function of a kernel with descriptors in one that encodes them.
+    """
+    launch = compiled.run.launch
+    places = [i for i, arg in enumerate(args) if hasattr(arg, "block_shape")]
+    if not places:
+        return launch, lambda args: args
+    names = getattr(getattr(launch, "__code__", None), "co_freevars", ())
+    module = sys.modules[type(compiled.run).__module__]
+    encode = getattr(module, "make_tensordesc_arg", None)
+    layouts = getattr(compiled.metadata, "tensordesc_meta", None)
+    first = places[0]
+    known = "launcher" in names and encode is not None and layouts
+    if not known or places != [first, first + 1] or len(layouts) != 2:
+        return None, None
+    unused = (None,) * (len(inspect.signature(encode).parameters) - 2)
+    encoded: Bindings = Bindings(1024)
+
+    def expand(args: tuple[Any, ...]) -> tuple[Any, ...]:
+        pair = args[first : first + 2]
+        key = (id(pair[0]), id(pair[1]))
+        found = encoded.get(key)
+        if found is None or found[0][0] is not pair[0] or found[0][1] is not pair[1]:
+            arguments = [
+                x
+                for descriptor, layout in zip(pair, layouts, strict=True)
+                for x in encode(descriptor, layout, *unused)
+            ]
+            # Kept alive with them, so that nobody else gets their ids.
+            found = encoded[key] = (pair, tuple(arguments))
+        return (*args[:first], *found[1], *args[first + 2 :])
+
+    function = launch.__closure__[names.index("launcher")].cell_contents
+    return function, expand
 
 
 @functools.cache
