@@ -266,8 +266,8 @@ def _unwrapped(
         return launch, lambda args: args
     names = getattr(getattr(launch, "__code__", None), "co_freevars", ())
     module = sys.modules[type(compiled.run).__module__]
-    encode = getattr(module, "make_tensordesc_arg", None)
-    layouts = getattr(compiled.metadata, "tensordesc_meta", None)
+    encode: Any = getattr(module, "make_tensordesc_arg", None)
+    layouts: Any = getattr(compiled.metadata, "tensordesc_meta", None)
     first = places[0]
     known = "launcher" in names and encode is not None and layouts
     if not known or places != [first, first + 1] or len(layouts) != 2:
