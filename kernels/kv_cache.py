@@ -99,6 +99,8 @@ def write_kv_cache(
         key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_size], last
             stride 1, other strides free and unrelated.
         slot_mapping: [num_tokens] int64, block * block_size + offset; negative: skip.
+            Slots past the cache are the caller's fault: refused on a CPU, where looking
+            is cheap; elsewhere nobody looks.
         k_scale, v_scale: of fp8 caches; ignored for caches that are not quantised.
 
     Raises:
@@ -108,6 +110,8 @@ def write_kv_cache(
     _check(key, value, key_cache, value_cache, slot_mapping)
     if num_tokens == 0:
         return
+    if key.device.type == "cpu":
+        _check_slots(slot_mapping, key_cache)
     _, block_size, num_kv_heads, head_size = key_cache.shape
     config, options, counts = _config_for(key.device, num_kv_heads, head_size)
     tokens, block_h = config["TOKENS"], config["BLOCK_H"]
@@ -123,6 +127,14 @@ def write_kv_cache(
         HEAD_SIZE_PADDED=triton.next_power_of_2(head_size),
         TOKENS=tokens, BLOCK_H=block_h, **options,
     )  # fmt: skip
+
+
+def _check_slots(slot_mapping: torch.Tensor, key_cache: torch.Tensor) -> None:
+    most, slots = int(slot_mapping.max()), key_cache.shape[0] * key_cache.shape[1]
+    if most >= slots:
+        raise bad_argument(
+            "slot_mapping", f"slots below {slots}", most, "pass block * block_size + i"
+        )
 
 
 @functools.cache
