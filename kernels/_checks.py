@@ -169,6 +169,51 @@ def check_batch(batch: PagedBatch, device: torch.device) -> None:
             )
 
 
+def check_contents(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    batch: PagedBatch,
+    options: AttentionOptions,
+) -> None:
+    """What would make a kernel read or write out of bounds.
+
+    On a CPU, where looking is cheap; elsewhere numbers on the device are trusted.
+    """
+    if query.device.type != "cpu" or not batch.seq_lens.numel():
+        return
+    starts, seq_lens = batch.query_start_loc, batch.seq_lens
+    if int(starts.min()) < 0 or int(starts.max()) > query.shape[0]:
+        raise bad_argument(
+            "query_start_loc",
+            f"from 0 to query's {query.shape[0]} tokens",
+            f"{int(starts.min())} to {int(starts.max())}",
+            "pass the prefix sum of the query lengths",
+        )
+    num_blocks, block_size = key_cache.shape[:2]
+    columns = batch.block_table.shape[1]
+    if int(seq_lens.max()) > columns * block_size:
+        raise bad_argument(
+            "seq_lens",
+            f"at most {columns * block_size}, as block_table has columns for",
+            int(seq_lens.max()),
+            "widen block_table",
+        )
+    # Only blocks with keys that some query may see are looked up.
+    position = torch.arange(columns) * block_size
+    used = position < seq_lens[:, None]
+    if options.sliding_window is not None:
+        first = seq_lens - torch.diff(starts) - options.sliding_window + 1
+        used &= position + block_size > first[:, None]
+    ids = batch.block_table[used]
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < num_blocks:
+        raise bad_argument(
+            "block_table",
+            f"block ids from 0 to {num_blocks - 1} for the tokens of seq_lens",
+            f"{int(ids.min())} to {int(ids.max())}",
+            "correct the table, or seq_lens",
+        )
+
+
 def _check_options(
     options: AttentionOptions, num_query_heads: int, device: torch.device
 ) -> None:

@@ -13,7 +13,12 @@ from typing import Any
 import torch
 
 from portable_backend.errors import bad_argument
-from portable_backend.kernels._checks import check_attention, check_batch, check_plan
+from portable_backend.kernels._checks import (
+    check_attention,
+    check_batch,
+    check_contents,
+    check_plan,
+)
 from portable_backend.kernels._descriptors import (
     DescriptorMaker,
     NewTokenDescriptorMaker,
@@ -134,6 +139,7 @@ def paged_attention(
     plan = batch.plan
     if plan is None:
         check_attention(query, key_cache, value_cache, batch, options, out)
+        check_contents(query, key_cache, batch, options)
         batch = _plan_now(query, key_cache, batch, options, config)
         plan = batch.plan
         assert plan is not None
@@ -175,6 +181,8 @@ def paged_attention(
         planner.bindings[signature] = binding
     if plan.num_seqs == 0:
         return out
+    if planner.info.platform == "interpreter":
+        check_contents(query, key_cache, batch, options)
     sinks, slopes = options.sinks, options.alibi_slopes
     stream = planner.gate.stream() if binding.ready else None
     if stream is None:

@@ -153,6 +153,8 @@ def write_kv_cache(
         key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_size], last
             stride 1, other strides free and unrelated.
         slot_mapping: [num_tokens] int64, block * block_size + offset; negative: skip.
+            Slots past the cache are the caller's fault: refused on a CPU, where looking
+            is cheap; elsewhere nobody looks.
         k_scale, v_scale: of fp8 caches; ignored for caches that are not quantised.
         config: launch parameters; None means default_config().
 
@@ -186,6 +188,8 @@ def write_kv_cache(
         _BINDINGS[signature] = binding
     if num_tokens == 0:
         return
+    if binding.interpreted:
+        _check_slots(slot_mapping, key_cache)
     num_vectors = num_tokens * binding.vectors_per_token
     launch, vectors = binding.launch_for(num_vectors)
     stream = binding.gate.stream() if launch.ready else None
@@ -199,6 +203,14 @@ def write_kv_cache(
         stream, cdiv(num_vectors, vectors), 1,
         (*pointers, *binding.strides, num_tokens),
     )  # fmt: skip
+
+
+def _check_slots(slot_mapping: torch.Tensor, key_cache: torch.Tensor) -> None:
+    most, slots = int(slot_mapping.max()), key_cache.shape[0] * key_cache.shape[1]
+    if most >= slots:
+        raise bad_argument(
+            "slot_mapping", f"slots below {slots}", most, "pass block * block_size + i"
+        )
 
 
 class _Binding:

@@ -60,6 +60,9 @@ digest() {
     sha256sum | cut -d' ' -f1
 }
 
+# pip makes an ordinary failure of Ctrl-C, after which bash would go on.
+trap 'printf "install: interrupted; the same command goes on where it was\n" >&2; exit 130' INT TERM
+
 while [ $# -gt 0 ]; do
   case $1 in
     -h | --help) usage && exit ;;

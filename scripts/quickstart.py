@@ -15,6 +15,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import json
+import math
 import os
 import shutil
 import signal
@@ -98,6 +99,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     argv = sys.argv[1:] if argv is None else argv
     cut = argv.index("--") if "--" in argv else len(argv)
     args = parser.parse_args(argv[:cut])
+    if not 0 <= args.port <= 65535:
+        parser.error(f"--port must be from 1 to 65535, or 0 for any, got {args.port}")
+    if not 0 < args.start_limit_s < math.inf:
+        parser.error(f"--start-limit-s must be above 0, got {args.start_limit_s}")
     if args.max_tokens < 1:
         parser.error(f"--max-tokens must be at least 1, got {args.max_tokens}")
     if not args.prompt.strip():
@@ -226,6 +231,8 @@ def find_model(model: str | None, work_dir: Path) -> str:
 
 def given_model(model: str) -> str:
     """The absolute folder, or the id as it is; raise where a folder is not fit."""
+    if not model.strip():
+        raise QuickstartError("--model is empty. Pass a folder or an id, or omit it.")
     folder = Path(model).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
@@ -289,6 +296,19 @@ def free_port() -> int:
         return port
 
 
+def require_free_port(port: int) -> None:
+    """Raise where another program listens: its answers would pass for ours."""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise QuickstartError(
+                f"--port {port} cannot be used: {error.strerror}.\n"
+                "Stop what listens there, choose another port, or leave --port out."
+            ) from error
+
+
 class Server:
     """The vLLM server and whatever it spawns, as one process group."""
 
@@ -310,13 +330,16 @@ class Server:
 
     def wait_until_ready(self, limit_s: float) -> None:
         started = told = time.monotonic()
-        while not _answers(f"{self.url}/health"):
+        while True:
+            answers = _answers(f"{self.url}/health")
             now = time.monotonic()
             if self.process.poll() is not None:
                 raise QuickstartError(
                     f"The server stopped with exit code {self.process.returncode} "
                     f"before it was ready. {self._log_tail()}"
                 )
+            if answers:
+                return
             if now - started > limit_s:
                 raise QuickstartError(
                     f"The server was not ready after {limit_s:.0f} s "
@@ -351,9 +374,13 @@ class Server:
         self.process.wait()
 
 
+# The server is on this machine, whatever http_proxy says.
+_open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
+
+
 def _answers(url: str) -> bool:
     try:
-        with urllib.request.urlopen(url, timeout=5):
+        with _open(url, timeout=5):
             return True
     except (urllib.error.URLError, ConnectionError, TimeoutError):
         return False
@@ -370,7 +397,7 @@ def launch_counts(url: str) -> dict[str, int]:
         headers={"Content-Type": "application/json"},
     )
     try:
-        with urllib.request.urlopen(request, timeout=60) as response:
+        with _open(request, timeout=60) as response:
             workers: list[dict[str, Any]] = json.load(response)["results"]
     except urllib.error.HTTPError as error:
         raise QuickstartError(
@@ -401,17 +428,31 @@ def ask_or_explain(url: str, prompt: str, max_tokens: int) -> Answer:
     try:
         return ask(url, prompt, max_tokens)
     except openai.OpenAIError as error:
+        remedy = "The server's log says why."
+        if isinstance(error, openai.BadRequestError):
+            remedy = (
+                "Shorten --prompt or lower --max-tokens, or raise the server's limit: "
+                "-- --max-model-len 2048"
+            )
+        elif isinstance(error, openai.AuthenticationError):
+            remedy = (
+                "The server wants a key: give it one by the environment variable "
+                "VLLM_API_KEY, which the question uses too, not by -- --api-key."
+            )
         raise QuickstartError(
-            f"The server refused the question: {error}\n"
-            "Shorten --prompt or lower --max-tokens, or raise the server's limit: "
-            "-- --max-model-len 2048"
+            f"The server refused the question: {error}\n{remedy}"
         ) from error
 
 
 def ask(url: str, prompt: str, max_tokens: int) -> Answer:
     import openai
 
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=600)
+    client = openai.OpenAI(
+        base_url=f"{url}/v1",
+        api_key=os.environ.get("VLLM_API_KEY") or "none",
+        timeout=600,
+        http_client=openai.DefaultHttpxClient(trust_env=False),  # no proxy
+    )
     model = client.models.list().data[0].id
     started = time.monotonic()
     first = last = None
@@ -453,12 +494,19 @@ def report(answer: Answer, prompt: str, counts: dict[str, int]) -> None:
 
 def run(args: argparse.Namespace) -> None:
     on_cpu = vllm_is_cpu_build()
-    args.work_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        args.work_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise QuickstartError(
+            f"--work-dir {args.work_dir} cannot be made: {error.strerror}.\n"
+            "Choose another folder."
+        ) from error
     model = find_model(args.model, args.work_dir)
     port = args.port or free_port()
+    require_free_port(port)
     command = server_command(model, port, on_cpu=on_cpu, options=args.server_options)
     where = "the CPU, kernels in Triton's interpreter" if on_cpu else "the GPU"
-    log = args.work_dir / "server.log"
+    log = args.work_dir / f"server-{port}.log"  # several may run at once
     say(f"starting vLLM on {where}; log: {log}")
     server = Server(command, server_environment(model, on_cpu=on_cpu), port, log)
     keep = False
@@ -494,6 +542,8 @@ def main(argv: list[str] | None = None) -> int:
         if args.check_only:
             if args.model is not None:
                 given_model(args.model)
+            if args.port:
+                require_free_port(args.port)
         else:
             run(args)
     except QuickstartError as error:

@@ -451,6 +451,40 @@ def test_cpu_tensors_without_the_interpreter_name_the_variable(what):
     assert "TRITON_INTERPRET=1" in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.parametrize("planned", [False, True], ids=["unplanned", "planned"])
+@pytest.mark.parametrize(
+    ("name", "given", "spoil"),
+    [
+        ("query_start_loc", "0 to 40", lambda b: b.query_start_loc[-1:].fill_(40)),
+        ("seq_lens", "3000", lambda b: b.seq_lens[1:].fill_(3000)),
+        ("block_table", "to 99", lambda b: b.block_table[0, :1].fill_(99)),
+        ("block_table", "-1 to", lambda b: b.block_table[1, :1].fill_(-1)),
+    ],
+    ids=["rows", "columns", "block", "negative block"],
+)
+def test_numbers_on_a_cpu_that_lead_out_of_bounds(name, given, spoil, planned, device):
+    if device.type != "cpu":
+        pytest.skip("numbers on a GPU are trusted")
+    inputs = make_inputs(replace(CASE, planned=planned), device)
+    if planned:
+        inputs.batch = inputs.planner.plan(inputs.batch, CASE.num_tokens)
+        inputs.planner = None
+    spoil(inputs.batch)
+    refused(name, given, lambda: call(inputs), device)
+
+
+def test_slots_past_the_cache_are_refused_on_a_cpu(device):
+    if device.type != "cpu":
+        pytest.skip("numbers on a GPU are trusted")
+    cache = torch.zeros(8, 16, 2, 64, device=device)
+    new = torch.zeros(2, 2, 64, device=device)
+    slots = torch.tensor([5, 128], device=device)
+    refused(
+        "slot_mapping", "128",
+        lambda: write_kv_cache(new, new, cache, cache.clone(), slots), device,
+    )  # fmt: skip
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["out", "key_cache", "value_cache"])
 def test_attention_refuses_tensors_on_two_devices(name, device):

@@ -42,6 +42,10 @@ def http_server():
     answers: dict[str, tuple[int, bytes]] = {}
 
     class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+
         def do_POST(self):
             self.rfile.read(int(self.headers["Content-Length"]))
             status, body = answers[self.path]
@@ -208,6 +212,54 @@ def test_server_that_is_not_ready_in_time_is_given_up(quickstart, tmp_path):
     finally:
         server.stop()
     assert server.process.returncode is not None
+
+
+def test_another_servers_health_is_not_taken_for_ours(
+    quickstart, tmp_path, http_server
+):
+    url, _ = http_server
+    command = [sys.executable, "-c", "raise SystemExit(3)"]
+    port = int(url.rpartition(":")[2])
+    server = quickstart.Server(command, dict(os.environ), port, tmp_path / "log")
+    server.process.wait()
+    with pytest.raises(quickstart.QuickstartError, match="exit code 3"):
+        server.wait_until_ready(60)
+
+
+def test_a_port_that_is_taken_is_refused_before_anything_starts(
+    quickstart, http_server, capsys
+):
+    port = http_server[0].rpartition(":")[2]
+    assert quickstart.main(["--check-only", "--port", port]) == 1
+    told = capsys.readouterr().err
+    assert f"--port {port} cannot be used" in told
+    assert "choose another port" in told
+    assert quickstart.main(["--check-only", "--port", str(quickstart.free_port())]) == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--port", "99999"], ["--port", "-5"], ["--start-limit-s", "nan"]],
+    ids=str,
+)
+def test_numbers_out_of_range_are_usage_errors(quickstart, options, capsys):
+    with pytest.raises(SystemExit) as stop:
+        quickstart.main(["--check-only", *options])
+    assert stop.value.code == 2
+    assert options[0] in capsys.readouterr().err
+
+
+def test_no_proxy_stands_between_us_and_our_server(
+    quickstart, http_server, monkeypatch
+):
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    url, answers = http_server
+    assert quickstart._answers(f"{url}/health")
+    answers["/collective_rpc"] = (200, b'{"results": [{"decode": 2}]}')
+    assert quickstart.launch_counts(url) == {"decode": 2}
 
 
 STUBBORN_PARENT = """
