@@ -315,16 +315,17 @@ def check_config(config: AttentionConfig) -> None:
                 raise bad_argument(
                     f"config.{kernel} {name}", kind, repr(value), "correct the config"
                 )
-    for kernel, kinds in (
-        ("prefill", ("pointer", "descriptor", "new")),
-        ("decode", ("pointer", "descriptor")),
+    for kernel, name, kinds in (
+        ("prefill", "LOAD", ("pointer", "descriptor", "new")),
+        ("prefill", "REFERENCE", ("running", "diagonal")),
+        ("decode", "LOAD", ("pointer", "descriptor")),
     ):
-        load = getattr(config, kernel).get("LOAD")
-        if load not in kinds:
+        kind = getattr(config, kernel).get(name)
+        if kind not in kinds:
             raise bad_argument(
-                f"config.{kernel} LOAD",
+                f"config.{kernel} {name}",
                 " or ".join(kinds),
-                repr(load),
+                repr(kind),
                 "correct the config",
             )
 

@@ -393,6 +393,7 @@ def _bind(
         "BLOCK_N": config.prefill["BLOCK_N"],
         "PACK": config.prefill["PACK"],
         "LOAD": prefill_load,
+        "REFERENCE": config.prefill["REFERENCE"],
         "NUM_STAGES": config.prefill["num_stages"],
         "OVERLAP": overlap,
     }

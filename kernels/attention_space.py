@@ -95,12 +95,13 @@ def prefill_configs(problem: AttentionProblem) -> Iterator[KernelConfig]:
             small = block_m * (padded + block_n) / lanes <= 96
             if device.platform == "cuda" and num_warps == 8 and small:
                 caps.append(128)
-            for maxnreg in caps:
+            for maxnreg, reference in itertools.product(caps, ("running", "diagonal")):
                 yield KernelConfig.of(
                     BLOCK_M=block_m,
                     BLOCK_N=block_n,
                     PACK=pack,
                     LOAD=load,
+                    REFERENCE=reference,
                     num_warps=num_warps,
                     num_stages=num_stages,
                     maxnreg=maxnreg,

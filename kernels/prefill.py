@@ -4,10 +4,16 @@
 out[t, h] = softmax(scale * q[t, h] . K^T + mask) V, keys read through the block table.
 
 A program takes one tile of the plan: BLOCK_M rows, which are BLOCK_M // PACK tokens
-times PACK query heads of one KV head, so that one K/V tile serves several heads. Tiles
-that every row sees in full run in a loop without masks; the edges run masked. The block
-ids of the next tile travel in a loop variable, since a table load inside the iteration
-would eat pipeline stages.
+times PACK query heads of one KV head, so that one K/V tile serves several heads. The
+edges run masked and first; tiles that every row sees in full run in a loop without
+masks. The block ids of the next tile travel in a loop variable, since a table load
+inside the iteration would eat pipeline stages.
+
+With REFERENCE "diagonal" that loop looks for no maximum and rescales nothing: it takes
+exponentials relative to the maximum that each row met in the edges, where it met
+itself. That is a third of the instructions less, and no wait between the two products.
+Where scores lie so far above that something overflows, which the accumulator tells, the
+tile is computed again with a running maximum.
 
 Source: FlashAttention-2 (Dao, 2023), algorithm 1; paging after Kwon et al. (2023).
 """
@@ -130,6 +136,7 @@ def default_config(
         BLOCK_N=block_n,
         PACK=pack,
         LOAD=load,
+        REFERENCE="diagonal",
         num_warps=num_warps,
         num_stages=num_stages,
         maxnreg=maxnreg,
@@ -229,6 +236,69 @@ def _attend_tiles(
     return acc, m_i, l_i
 
 
+@device_function
+def _attend_unmasked(
+    acc, m_i, q, key_cache, value_cache, block_table,
+    lo, hi, start, last, first_row, query_pos, slopes, kv_head,
+    stride_k_block, stride_k_slot, stride_k_head,
+    stride_v_block, stride_v_slot, stride_v_head,
+    qk_scale, cap_scale, cap_log2,
+    LOAD: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_SIZE: tl.constexpr, HEAD_SIZE_PADDED: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """Fold keys lo..hi, which every row sees, against the fixed reference m_i.
+
+    Returns (acc, sums of the probabilities). Nothing is rescaled and no maximum looked
+    for: probabilities are exact up to a factor of each row, whatever m_i is, as long as
+    they stay finite. Where they do not, nor does acc.
+    """
+    ids = 0
+    if LOAD != "new":
+        ids = page_ids(block_table, lo, start, last, BLOCK_N, BLOCK_SIZE)
+    # Eight columns of partial sums stay in their lanes; one sum at the end.
+    sums = tl.zeros([BLOCK_M, 8], tl.float32)
+    for pos in tl.range(lo, hi, BLOCK_N, num_stages=NUM_STAGES):
+        key_pos = pos + tl.arange(0, BLOCK_N)
+        if LOAD == "new":
+            at = [first_row + pos, kv_head, 0]
+            k = key_cache.load(at).reshape(BLOCK_N, HEAD_SIZE_PADDED)
+        elif LOAD == "descriptor":
+            at = [ids, kv_head, pos % BLOCK_SIZE, 0]
+            k = key_cache.load(at).reshape(BLOCK_N, HEAD_SIZE_PADDED)
+        else:
+            offsets = tile_offsets(
+                ids, pos, kv_head, stride_k_block, stride_k_slot, stride_k_head,
+                BLOCK_N, BLOCK_SIZE, HEAD_SIZE_PADDED,
+            )  # fmt: skip
+            k = load_tile(
+                key_cache, offsets, key_pos >= 0, False, HEAD_SIZE, HEAD_SIZE_PADDED
+            )
+        s = tl.dot(q, k.to(q.dtype).T, input_precision="ieee")
+        s = shape_scores(
+            s, key_pos, query_pos, slopes, qk_scale, cap_scale, cap_log2, SOFTCAP, ALIBI
+        )
+        if SOFTCAP or ALIBI:
+            p = tl.math.exp2(s - m_i[:, None])
+        else:
+            p = tl.math.exp2(s * qk_scale - m_i[:, None])
+        sums += tl.sum(p.reshape(BLOCK_M, BLOCK_N // 8, 8), 1)
+        if LOAD != "pointer":
+            v = value_cache.load(at).reshape(BLOCK_N, HEAD_SIZE_PADDED)
+        else:
+            offsets = tile_offsets(
+                ids, pos, kv_head, stride_v_block, stride_v_slot, stride_v_head,
+                BLOCK_N, BLOCK_SIZE, HEAD_SIZE_PADDED,
+            )  # fmt: skip
+            v = load_tile(
+                value_cache, offsets, key_pos >= 0, False, HEAD_SIZE, HEAD_SIZE_PADDED
+            )
+        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
+        if LOAD != "new":
+            ids = page_ids(block_table, pos + BLOCK_N, start, last, BLOCK_N, BLOCK_SIZE)
+    return acc, tl.sum(sums, 1)
+
+
 @triton.jit(do_not_specialize=["stride_table", "window"])
 def _prefill_kernel(
     # output and inputs; the caches are pointers, or descriptors of
@@ -254,7 +324,8 @@ def _prefill_kernel(
     EMULATE_BF16: tl.constexpr,
     # tile
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PACK: tl.constexpr,
-    LOAD: tl.constexpr, NUM_STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+    LOAD: tl.constexpr, REFERENCE: tl.constexpr, NUM_STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     count_launch(counts_ptr, COUNT_PREFILL)
     if OVERLAP:
@@ -317,6 +388,8 @@ def _prefill_kernel(
     last = tl.maximum(end - 1, 0)
     block_table = block_table_ptr + seq.to(tl.int64) * stride_table
 
+    # The masked edges first: there each row meets itself, so that its maximum so far is
+    # a fair reference for the rest.
     if HAS_WINDOW:
         acc, m_i, l_i = _attend_tiles(
             acc, m_i, l_i, q, key_cache, value_cache, block_table,
@@ -329,19 +402,6 @@ def _prefill_kernel(
         )  # fmt: skip
     acc, m_i, l_i = _attend_tiles(
         acc, m_i, l_i, q, key_cache, value_cache, block_table,
-        lo_full, full, start, end, last, q_start, query_pos, slopes, kv_head, window,
-        stride_k_block, stride_k_slot, stride_k_head,
-        stride_v_block, stride_v_slot, stride_v_head,
-        qk_scale, cap_scale, cap_log2,
-        False, LOAD, CAUSAL, HAS_WINDOW, SOFTCAP, ALIBI, BLOCK_SIZE, BLOCK_N,
-        HEAD_SIZE, HEAD_SIZE_PADDED, NUM_STAGES,
-    )  # fmt: skip
-    # Row numbers from a second copy in memory: keeping the first ones alive across the
-    # main loop costs registers that its accumulator needs.
-    token = tl.load(tiles_ptr + 8 * tile + 2) + tl.arange(0, BLOCK_M) // PACK
-    query_pos = context_len + token
-    acc, m_i, l_i = _attend_tiles(
-        acc, m_i, l_i, q, key_cache, value_cache, block_table,
         full, end, start, end, last, q_start, query_pos, slopes, kv_head, window,
         stride_k_block, stride_k_slot, stride_k_head,
         stride_v_block, stride_v_slot, stride_v_head,
@@ -349,6 +409,67 @@ def _prefill_kernel(
         True, LOAD, CAUSAL, HAS_WINDOW, SOFTCAP, ALIBI, BLOCK_SIZE, BLOCK_N,
         HEAD_SIZE, HEAD_SIZE_PADDED, NUM_STAGES,
     )  # fmt: skip
+    if REFERENCE == "diagonal" and CAUSAL:
+        acc, sums = _attend_unmasked(
+            acc, m_i, q, key_cache, value_cache, block_table,
+            lo_full, full, start, last, q_start, query_pos, slopes, kv_head,
+            stride_k_block, stride_k_slot, stride_k_head,
+            stride_v_block, stride_v_slot, stride_v_head,
+            qk_scale, cap_scale, cap_log2,
+            LOAD, SOFTCAP, ALIBI, BLOCK_SIZE, BLOCK_M, BLOCK_N,
+            HEAD_SIZE, HEAD_SIZE_PADDED, NUM_STAGES,
+        )  # fmt: skip
+        l_i += sums
+        not_finite = tl.where(tl.abs(acc) < float("inf"), 0, 1)
+        if tl.max(tl.max(not_finite, 1), 0) > 0:
+            # Scores far above the reference, or NaN: once more, with a running maximum.
+            m_i, l_i = initial_state(sinks_ptr, head, row_mask, True, SINKS, BLOCK_M)
+            acc = tl.zeros([BLOCK_M, HEAD_SIZE_PADDED], tl.float32)
+            if HAS_WINDOW:
+                acc, m_i, l_i = _attend_tiles(
+                    acc, m_i, l_i, q, key_cache, value_cache, block_table,
+                    lo, lo_full, start, end, last, q_start,
+                    query_pos, slopes, kv_head, window,
+                    stride_k_block, stride_k_slot, stride_k_head,
+                    stride_v_block, stride_v_slot, stride_v_head,
+                    qk_scale, cap_scale, cap_log2,
+                    True, LOAD, CAUSAL, HAS_WINDOW, SOFTCAP, ALIBI, BLOCK_SIZE, BLOCK_N,
+                    HEAD_SIZE, HEAD_SIZE_PADDED, NUM_STAGES,
+                )  # fmt: skip
+            acc, m_i, l_i = _attend_tiles(
+                acc, m_i, l_i, q, key_cache, value_cache, block_table,
+                lo_full, full, start, end, last, q_start,
+                query_pos, slopes, kv_head, window,
+                stride_k_block, stride_k_slot, stride_k_head,
+                stride_v_block, stride_v_slot, stride_v_head,
+                qk_scale, cap_scale, cap_log2,
+                False, LOAD, CAUSAL, HAS_WINDOW, SOFTCAP, ALIBI, BLOCK_SIZE, BLOCK_N,
+                HEAD_SIZE, HEAD_SIZE_PADDED, NUM_STAGES,
+            )  # fmt: skip
+            acc, m_i, l_i = _attend_tiles(
+                acc, m_i, l_i, q, key_cache, value_cache, block_table,
+                full, end, start, end, last, q_start,
+                query_pos, slopes, kv_head, window,
+                stride_k_block, stride_k_slot, stride_k_head,
+                stride_v_block, stride_v_slot, stride_v_head,
+                qk_scale, cap_scale, cap_log2,
+                True, LOAD, CAUSAL, HAS_WINDOW, SOFTCAP, ALIBI, BLOCK_SIZE, BLOCK_N,
+                HEAD_SIZE, HEAD_SIZE_PADDED, NUM_STAGES,
+            )  # fmt: skip
+    else:
+        acc, m_i, l_i = _attend_tiles(
+            acc, m_i, l_i, q, key_cache, value_cache, block_table,
+            lo_full, full, start, end, last, q_start,
+            query_pos, slopes, kv_head, window,
+            stride_k_block, stride_k_slot, stride_k_head,
+            stride_v_block, stride_v_slot, stride_v_head,
+            qk_scale, cap_scale, cap_log2,
+            False, LOAD, CAUSAL, HAS_WINDOW, SOFTCAP, ALIBI, BLOCK_SIZE, BLOCK_N,
+            HEAD_SIZE, HEAD_SIZE_PADDED, NUM_STAGES,
+        )  # fmt: skip
+    # Row numbers from a second copy in memory: keeping the first ones alive across the
+    # main loop costs registers that its accumulator needs.
+    token = tl.load(tiles_ptr + 8 * tile + 2) + tl.arange(0, BLOCK_M) // PACK
 
     scale = tl.where(l_i > 0, 1.0 / l_i, 0.0)
     if LOAD == "new":
