@@ -136,7 +136,7 @@ def default_config(
         BLOCK_N=block_n,
         PACK=pack,
         LOAD=load,
-        REFERENCE="diagonal",
+        REFERENCE="diagonal" if device.arch in ("sm90", "interpreter") else "running",
         num_warps=num_warps,
         num_stages=num_stages,
         maxnreg=maxnreg,
