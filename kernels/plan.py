@@ -23,6 +23,14 @@ import triton.language as tl
 from portable_backend.device import DeviceInfo
 from portable_backend.errors import bad_argument
 from portable_backend.kernels import decode, prefill
+from portable_backend.kernels._checks import (
+    DTYPES,
+    check_config,
+    check_host_lengths,
+    check_lengths,
+    check_numbers,
+    check_window,
+)
 from portable_backend.kernels._jit import device_function
 from portable_backend.kernels._launch import COUNT_PLAN, count_launch, counters
 from portable_backend.kernels.config import AttentionConfig
@@ -30,7 +38,6 @@ from portable_backend.kernels.config import AttentionConfig
 if TYPE_CHECKING:
     from portable_backend.kernels.attention import PagedBatch
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 HEAD_SIZES = (32, 256)  # smallest, largest
 # Requests looked at together, and candidate chunk sizes tried together.
 _BLOCK_SEQS = 256
@@ -220,7 +227,7 @@ class AttentionPlanner:
         device: torch.device | str,
         config: AttentionConfig | None = None,
     ) -> None:
-        _check_numbers(
+        check_numbers(
             {
                 "num_query_heads": (num_query_heads, 1, None),
                 "num_kv_heads": (num_kv_heads, 1, None),
@@ -271,7 +278,7 @@ class AttentionPlanner:
                 device=info,
             )
         self.config = config
-        _check_config(config)
+        check_config(config)
         pack = config.prefill["PACK"]
         if self.queries_per_kv % pack or pack > config.prefill["BLOCK_M"]:
             raise bad_argument(
@@ -346,7 +353,7 @@ class AttentionPlanner:
         Raises:
             ValueError: the step is larger than the planner was made for.
         """
-        num_seqs = _check_lengths(batch, self.device)
+        num_seqs = check_lengths(batch, self.device)
         if num_seqs > self.max_num_seqs or num_tokens > self.max_num_tokens:
             raise bad_argument(
                 "batch",
@@ -361,7 +368,7 @@ class AttentionPlanner:
         exact_tokens = 0
         if batch.query_start_loc_cpu is not None:
             lens = torch.diff(batch.query_start_loc_cpu)
-            exact_tokens = _check_host_lengths(batch, lens, num_tokens)
+            exact_tokens = check_host_lengths(batch, lens, num_tokens)
             short = (lens > 0) & (lens <= self.max_decode_query_len)
             decode_query_len = max(1, int((lens * short).max())) if num_seqs else 1
             num_decodes = int(short.sum())
@@ -418,87 +425,6 @@ class AttentionPlanner:
             TILE_TOKENS=self.tile_tokens,
             BLOCK_SEQS=_BLOCK_SEQS, RANK_SEQS=_RANK_SEQS, BLOCK_TILES=_BLOCK_TILES,
         )  # fmt: skip
-
-
-def _check_numbers(numbers: dict[str, tuple[int, int, int | None]]) -> None:
-    for name, (value, least, most) in numbers.items():
-        if value < least or (most is not None and value > most):
-            limits = f"at least {least}" if most is None else f"from {least} to {most}"
-            raise bad_argument(name, limits, value, "correct it")
-
-
-def check_window(window: int | None) -> None:
-    """Raise ValueError unless `window` is None or a whole number of tokens."""
-    if window is not None and (not isinstance(window, int) or window < 1):
-        raise bad_argument(
-            "sliding_window",
-            "None or an int of at least 1, the query's own position included",
-            window,
-            "use None for no window",
-        )
-
-
-def _check_config(config: AttentionConfig) -> None:
-    for kernel, names in (
-        ("prefill", ("BLOCK_M", "BLOCK_N", "PACK", "num_stages")),
-        ("decode", ("BLOCK_N", "CTAS_PER_UNIT", "MIN_CHUNK", "num_stages")),
-        ("merge", ("BLOCK_SPLITS",)),
-    ):
-        params = getattr(config, kernel)
-        for name in names:
-            value = params.get(name)
-            least = 0 if name == "CTAS_PER_UNIT" else 1
-            tile = name.startswith("BLOCK_")
-            whole = isinstance(value, int) and value >= least
-            if not whole or (tile and value & (value - 1)):
-                kind = "a power of two" if tile else f"an int of at least {least}"
-                raise bad_argument(
-                    f"config.{kernel} {name}", kind, repr(value), "correct the config"
-                )
-    load = config.prefill.get("LOAD")
-    if load not in ("pointer", "descriptor"):
-        raise bad_argument(
-            "config.prefill LOAD",
-            "pointer or descriptor",
-            repr(load),
-            "correct the config",
-        )
-
-
-def _check_lengths(batch: PagedBatch, device: torch.device) -> int:
-    """Number of requests, if both length tensors are fit to be read by the kernel."""
-    num_seqs = batch.seq_lens.shape[0] if batch.seq_lens.dim() == 1 else -1
-    for name, tensor, size in (
-        ("seq_lens", batch.seq_lens, num_seqs),
-        ("query_start_loc", batch.query_start_loc, num_seqs + 1),
-    ):
-        right = tensor.dtype == torch.int32 and tensor.shape == (size,)
-        if not right or (size > 1 and tensor.stride(0) != 1):
-            raise bad_argument(
-                name,
-                f"int32 [{size if size >= 0 else 'num_seqs'}], contiguous",
-                f"{tensor.dtype} {list(tensor.shape)} with stride {tensor.stride()}",
-                "call .to(torch.int32) or .contiguous(), or correct the shape",
-            )
-        if tensor.device.type != device.type:
-            raise bad_argument(
-                name, f"on the planner's {device}", tensor.device, "move it there"
-            )
-    return num_seqs
-
-
-def _check_host_lengths(batch: PagedBatch, lens: torch.Tensor, num_tokens: int) -> int:
-    """Query tokens of the step, if the host's numbers agree with each other."""
-    longest = int(lens.max()) if lens.numel() else 0
-    total = int(lens.sum())
-    if longest > batch.max_query_len or total > num_tokens:
-        raise bad_argument(
-            "batch.max_query_len and num_tokens",
-            f"at least {longest} and {total}, as query_start_loc_cpu says",
-            f"{batch.max_query_len} and {num_tokens}",
-            "pass upper bounds",
-        )
-    return total
 
 
 def default_config(

@@ -1,0 +1,360 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What attention and its planner refuse, each with expected, given and remedy."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from portable_backend.errors import bad_argument
+from portable_backend.kernels.config import AttentionConfig
+
+if TYPE_CHECKING:
+    from portable_backend.kernels.attention import AttentionOptions, PagedBatch
+    from portable_backend.kernels.plan import AttentionPlanner
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def check_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    batch: PagedBatch,
+    options: AttentionOptions,
+    out: torch.Tensor,
+) -> None:
+    """Raise ValueError unless a call of paged_attention can be served."""
+    if query.dim() != 3:
+        raise bad_argument(
+            "query",
+            "[num_tokens, num_query_heads, head_size]",
+            list(query.shape),
+            "reshape it",
+        )
+    if query.dtype not in DTYPES:
+        raise bad_argument(
+            "query", "float16, bfloat16 or float32", query.dtype, "convert it"
+        )
+    num_tokens, num_query_heads, head_size = query.shape
+    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+        _check_cache(name, cache, query.dtype, head_size, query.device)
+    if key_cache.shape != value_cache.shape:
+        raise bad_argument(
+            "value_cache",
+            f"shaped like key_cache {list(key_cache.shape)}",
+            list(value_cache.shape),
+            "value heads of another size are not supported",
+        )
+    num_kv_heads = key_cache.shape[2]
+    if num_kv_heads == 0 or num_query_heads % num_kv_heads:
+        raise bad_argument(
+            "query heads",
+            f"a multiple of the {num_kv_heads} KV heads",
+            num_query_heads,
+            "check the tensor-parallel split",
+        )
+    if not 32 <= head_size <= 256:
+        raise bad_argument(
+            "head_size", "between 32 and 256", head_size, "use another back end"
+        )
+    if key_cache.shape[1] == 0 or key_cache.shape[1] % 16:
+        raise bad_argument(
+            "block_size",
+            "a multiple of 16",
+            key_cache.shape[1],
+            "set --block-size to a multiple of 16",
+        )
+    if out.shape[1:] != query.shape[1:] or out.shape[0] < num_tokens:
+        raise bad_argument(
+            "out",
+            f"shaped like query {list(query.shape)}",
+            list(out.shape),
+            "resize it",
+        )
+    if out.dtype != query.dtype:
+        raise bad_argument(
+            "out", f"of query's dtype {query.dtype}", out.dtype, "convert"
+        )
+    for name, tensor in (("query", query), ("out", out)):
+        if tensor.stride(-1) != 1 and tensor.numel():
+            raise bad_argument(
+                name,
+                "contiguous in its last axis",
+                tensor.stride(),
+                "call .contiguous()",
+            )
+    if out.device != query.device:
+        raise bad_argument("out", f"on {query.device}", out.device, "move it there")
+    check_batch(batch, query.device)
+    _check_options(options, num_query_heads, query.device)
+
+
+def _check_cache(
+    name: str,
+    cache: torch.Tensor,
+    dtype: torch.dtype,
+    head_size: int,
+    device: torch.device,
+) -> None:
+    if cache.dim() != 4 or cache.shape[3] != head_size:
+        raise bad_argument(
+            name,
+            f"[num_blocks, block_size, num_kv_heads, {head_size}]",
+            list(cache.shape),
+            "pass a 4-D view of the cache with query's head_size",
+        )
+    if cache.dtype != dtype:
+        quantised = cache.dtype == torch.uint8 or "float8" in str(cache.dtype)
+        raise bad_argument(
+            name,
+            f"of query's dtype {dtype}",
+            cache.dtype,
+            "fp8 KV caches are not supported yet, use --kv-cache-dtype auto"
+            if quantised
+            else "convert query or cache",
+        )
+    if cache.shape[0] == 0:
+        raise bad_argument(
+            name, "at least one block", list(cache.shape), "allocate the cache first"
+        )
+    if cache.stride(3) != 1:
+        raise bad_argument(
+            name,
+            "contiguous in its last axis",
+            cache.stride(),
+            "keep head_size innermost",
+        )
+    if cache.device != device:
+        raise bad_argument(
+            name, f"on query's device {device}", cache.device, "move one of them"
+        )
+
+
+def check_batch(batch: PagedBatch, device: torch.device) -> None:
+    """Raise ValueError unless the kernels can read this batch."""
+    num_seqs = batch.seq_lens.shape[0]
+    for name, shape in (
+        ("query_start_loc", (num_seqs + 1,)),
+        ("seq_lens", (num_seqs,)),
+        ("block_table", (num_seqs, None)),
+    ):
+        tensor: torch.Tensor = getattr(batch, name)
+        fits = tensor.dim() == len(shape) and tensor.shape[0] == shape[0]
+        if tensor.dtype != torch.int32 or not fits:
+            axes = ", ".join("max_blocks" if n is None else str(n) for n in shape)
+            raise bad_argument(
+                name,
+                f"int32 [{axes}]",
+                f"{tensor.dtype} {list(tensor.shape)}",
+                "call .to(torch.int32) or correct the shape",
+            )
+        if tensor.device != device:
+            raise bad_argument(
+                name, f"on query's device {device}", tensor.device, "move it there"
+            )
+        width = tensor.shape[-1]
+        if name == "block_table" and width == 0 and num_seqs:
+            raise bad_argument(
+                name, "at least one column", list(tensor.shape), "widen the table"
+            )
+        if tensor.stride(-1) != 1 and width > 1:
+            raise bad_argument(
+                name,
+                "contiguous in its last axis",
+                tensor.stride(),
+                "call .contiguous()",
+            )
+
+
+def check_contents(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    batch: PagedBatch,
+    options: AttentionOptions,
+) -> None:
+    """What would make a kernel read or write out of bounds.
+
+    For tensors on a CPU, where looking is cheap; numbers on a device are trusted.
+    """
+    if not batch.seq_lens.numel():
+        return
+    starts, seq_lens = batch.query_start_loc, batch.seq_lens
+    if int(starts.min()) < 0 or int(starts.max()) > query.shape[0]:
+        raise bad_argument(
+            "query_start_loc",
+            f"from 0 to query's {query.shape[0]} tokens",
+            f"{int(starts.min())} to {int(starts.max())}",
+            "pass the prefix sum of the query lengths",
+        )
+    num_blocks, block_size = key_cache.shape[:2]
+    columns = batch.block_table.shape[1]
+    if int(seq_lens.max()) > columns * block_size:
+        raise bad_argument(
+            "seq_lens",
+            f"at most {columns * block_size}, as block_table has columns for",
+            int(seq_lens.max()),
+            "widen block_table",
+        )
+    # Only blocks with keys that some query may see are looked up.
+    position = torch.arange(columns) * block_size
+    used = position < seq_lens[:, None]
+    if options.sliding_window is not None:
+        first = seq_lens - torch.diff(starts) - options.sliding_window + 1
+        used &= position + block_size > first[:, None]
+    ids = batch.block_table[used]
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < num_blocks:
+        raise bad_argument(
+            "block_table",
+            f"block ids from 0 to {num_blocks - 1} for the tokens of seq_lens",
+            f"{int(ids.min())} to {int(ids.max())}",
+            "correct the table, or seq_lens",
+        )
+
+
+def _check_options(
+    options: AttentionOptions, num_query_heads: int, device: torch.device
+) -> None:
+    if not 0 < options.scale < math.inf:
+        raise bad_argument(
+            "scale", "finite, greater than 0", options.scale, "use head_size ** -0.5"
+        )
+    check_window(options.sliding_window)
+    if options.softcap is not None and not 0 <= options.softcap < math.inf:
+        raise bad_argument(
+            "softcap",
+            "None or finite and at least 0",
+            options.softcap,
+            "use None for no cap",
+        )
+    for name in ("alibi_slopes", "sinks"):
+        tensor: torch.Tensor | None = getattr(options, name)
+        if tensor is None:
+            continue
+        if tensor.shape != (num_query_heads,) or not tensor.is_floating_point():
+            raise bad_argument(
+                name,
+                f"floating point [{num_query_heads}], one per query head",
+                f"{tensor.dtype} {list(tensor.shape)}",
+                "pass this rank's heads only",
+            )
+        if tensor.device != device:
+            raise bad_argument(
+                name, f"on query's device {device}", tensor.device, "move it there"
+            )
+        if tensor.stride(0) != 1 and num_query_heads > 1:
+            raise bad_argument(
+                name, "contiguous", tensor.stride(), "call .contiguous()"
+            )
+
+
+def check_plan(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    batch: PagedBatch,
+    options: AttentionOptions,
+    planner: AttentionPlanner,
+) -> None:
+    """Raise ValueError unless `planner` was made for such a call."""
+    got = {
+        "num_query_heads": query.shape[1],
+        "num_kv_heads": key_cache.shape[2],
+        "head_size": query.shape[2],
+        "block_size": key_cache.shape[1],
+        "dtype": query.dtype,
+        "sliding_window": options.sliding_window,
+        "causal": options.causal,
+    }
+    for name, value in got.items():
+        if getattr(planner, name) != value:
+            raise bad_argument(
+                f"batch.plan {name}",
+                f"{value} as in the call",
+                getattr(planner, name),
+                "plan the batch with an AttentionPlanner made for these layers",
+            )
+
+
+def check_numbers(numbers: dict[str, tuple[int, int, int | None]]) -> None:
+    """Raise ValueError unless each (value, least, most) is in its range."""
+    for name, (value, least, most) in numbers.items():
+        if value < least or (most is not None and value > most):
+            limits = f"at least {least}" if most is None else f"from {least} to {most}"
+            raise bad_argument(name, limits, value, "correct it")
+
+
+def check_window(window: int | None) -> None:
+    """Raise ValueError unless `window` is None or a whole number of tokens."""
+    if window is not None and (not isinstance(window, int) or window < 1):
+        raise bad_argument(
+            "sliding_window",
+            "None or an int of at least 1, the query's own position included",
+            window,
+            "use None for no window",
+        )
+
+
+def check_config(config: AttentionConfig) -> None:
+    """Raise ValueError unless each kernel has its parameters."""
+    for kernel, names in (
+        ("prefill", ("BLOCK_M", "BLOCK_N", "PACK", "num_stages")),
+        ("decode", ("BLOCK_N", "CTAS_PER_UNIT", "MIN_CHUNK", "num_stages")),
+        ("merge", ("BLOCK_SPLITS",)),
+    ):
+        params = getattr(config, kernel)
+        for name in names:
+            value = params.get(name)
+            least = 0 if name == "CTAS_PER_UNIT" else 1
+            tile = name.startswith("BLOCK_")
+            whole = isinstance(value, int) and value >= least
+            if not whole or (tile and value & (value - 1)):
+                kind = "a power of two" if tile else f"an int of at least {least}"
+                raise bad_argument(
+                    f"config.{kernel} {name}", kind, repr(value), "correct the config"
+                )
+    load = config.prefill.get("LOAD")
+    if load not in ("pointer", "descriptor"):
+        raise bad_argument(
+            "config.prefill LOAD",
+            "pointer or descriptor",
+            repr(load),
+            "correct the config",
+        )
+
+
+def check_lengths(batch: PagedBatch, device: torch.device) -> int:
+    """Number of requests, if both length tensors are fit to be read by the kernel."""
+    num_seqs = batch.seq_lens.shape[0] if batch.seq_lens.dim() == 1 else -1
+    for name, tensor, size in (
+        ("seq_lens", batch.seq_lens, num_seqs),
+        ("query_start_loc", batch.query_start_loc, num_seqs + 1),
+    ):
+        right = tensor.dtype == torch.int32 and tensor.shape == (size,)
+        if not right or (size > 1 and tensor.stride(0) != 1):
+            raise bad_argument(
+                name,
+                f"int32 [{size if size >= 0 else 'num_seqs'}], contiguous",
+                f"{tensor.dtype} {list(tensor.shape)} with stride {tensor.stride()}",
+                "call .to(torch.int32) or .contiguous(), or correct the shape",
+            )
+        if tensor.device.type != device.type:
+            raise bad_argument(
+                name, f"on the planner's {device}", tensor.device, "move it there"
+            )
+    return num_seqs
+
+
+def check_host_lengths(batch: PagedBatch, lens: torch.Tensor, num_tokens: int) -> int:
+    """Query tokens of the step, if the host's numbers agree with each other."""
+    longest = int(lens.max()) if lens.numel() else 0
+    total = int(lens.sum())
+    if longest > batch.max_query_len or total > num_tokens:
+        raise bad_argument(
+            "batch.max_query_len and num_tokens",
+            f"at least {longest} and {total}, as query_start_loc_cpu says",
+            f"{batch.max_query_len} and {num_tokens}",
+            "pass upper bounds",
+        )
+    return total
