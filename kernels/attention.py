@@ -137,9 +137,11 @@ def paged_attention(
     Source: FlashAttention-2 (Dao, 2023); Flash-Decoding (Dao et al., 2023).
     """
     plan = batch.plan
+    planned_before = plan is not None
     if plan is None:
         check_attention(query, key_cache, value_cache, batch, options, out)
-        check_contents(query, key_cache, batch, options)
+        if query.device.type == "cpu":
+            check_contents(query, key_cache, batch, options)
         batch = _plan_now(query, key_cache, batch, options, config)
         plan = batch.plan
         assert plan is not None
@@ -181,7 +183,7 @@ def paged_attention(
         planner.bindings[signature] = binding
     if plan.num_seqs == 0:
         return out
-    if planner.info.platform == "interpreter":
+    if planned_before and planner.info.platform == "interpreter":
         check_contents(query, key_cache, batch, options)
     sinks, slopes = options.sinks, options.alibi_slopes
     stream = planner.gate.stream() if binding.ready else None

@@ -509,7 +509,7 @@ def run(args: argparse.Namespace) -> None:
     log = args.work_dir / f"server-{port}.log"  # several may run at once
     say(f"starting vLLM on {where}; log: {log}")
     server = Server(command, server_environment(model, on_cpu=on_cpu), port, log)
-    keep = False
+    keep = answered = False
     try:
         server.wait_until_ready(args.start_limit_s)
         before = launch_counts(server.url)
@@ -520,10 +520,13 @@ def run(args: argparse.Namespace) -> None:
         report(answer, args.prompt, counts)
         require_attention(counts)
         keep = args.keep
+        answered = True
     finally:
         if not keep:
             say("stopping the server")
             server.stop()
+    if answered and not keep:
+        log.unlink()  # of interest after a failure
     if keep:
         say(
             f"still serving on {server.url}/v1; stop it with: kill {server.process.pid}"

@@ -55,7 +55,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "drawn_case" in metafunc.fixturenames:
-        from kernel_cases import draw_case
+        from kernel_draws import draw_case
 
         option = metafunc.config.getoption
         seeds = option("--case-seed") or range(option("--cases"))

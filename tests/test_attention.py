@@ -6,12 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 from kernel_cases import (
-    BLOCK_SIZES,
-    DTYPES,
-    HEAD_SIZES,
-    HEADS,
-    LAYOUTS,
-    WORKLOADS,
     Case,
     Tiles,
     assert_close,
@@ -19,10 +13,18 @@ from kernel_cases import (
     call,
     check_case,
     check_inputs,
-    draw_case,
     make_inputs,
     references,
     with_seqs,
+)
+from kernel_draws import (
+    BLOCK_SIZES,
+    DTYPES,
+    HEAD_SIZES,
+    HEADS,
+    LAYOUTS,
+    WORKLOADS,
+    draw_case,
 )
 
 from portable_backend.kernels import launch_counts, paged_attention

@@ -3,7 +3,8 @@
 
 import pytest
 import torch
-from kernel_cases import LAYOUTS, SENTINEL, bits, make_caches, make_rows
+from kernel_cases import SENTINEL, bits, make_caches, make_rows
+from kernel_draws import LAYOUTS
 
 from portable_backend.device import DeviceInfo
 from portable_backend.kernels import KernelConfig, launch_counts, write_kv_cache

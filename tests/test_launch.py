@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernel_cases import Case, bits, call, draw_case, make_inputs, make_planner
+from kernel_cases import Case, bits, call, make_inputs, make_planner
+from kernel_draws import draw_case
 
 from portable_backend.kernels import launch_counts, rms_norm, write_kv_cache
 
