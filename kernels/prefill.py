@@ -12,8 +12,8 @@ inside the iteration would eat pipeline stages.
 With REFERENCE "diagonal" that loop looks for no maximum and rescales nothing: it takes
 exponentials relative to the maximum that each row met in the edges, where it met
 itself. That is a third of the instructions less, and no wait between the two products.
-Where scores lie so far above that something overflows, which the accumulator tells, the
-tile is computed again with a running maximum.
+Where scores lie so far above that something overflows, which sums and accumulator tell,
+the tile is computed again with a running maximum.
 
 Source: FlashAttention-2 (Dao, 2023), algorithm 1; paging after Kwon et al. (2023).
 """
@@ -251,7 +251,7 @@ def _attend_unmasked(
 
     Returns (acc, sums of the probabilities). Nothing is rescaled and no maximum looked
     for: probabilities are exact up to a factor of each row, whatever m_i is, as long as
-    they stay finite. Where they do not, nor does acc.
+    they and their sums stay finite; the caller looks at acc and the sums.
     """
     ids = 0
     if LOAD != "new":
@@ -436,8 +436,10 @@ def _prefill_kernel(
             HEAD_SIZE, HEAD_SIZE_PADDED, NUM_STAGES,
         )  # fmt: skip
         l_i += sums
-        not_finite = tl.where(tl.abs(acc) < float("inf"), 0, 1)
-        if tl.max(tl.max(not_finite, 1), 0) > 0:
+        # With small values sums can overflow, or have no reciprocal, before acc does.
+        bad_row = tl.where(l_i < 1.0e37, 0, 1)
+        bad = tl.where(tl.abs(acc) < float("inf"), 0, 1)
+        if tl.max(tl.maximum(tl.max(bad, 1), bad_row), 0) > 0:
             # Scores far above the reference, or NaN: once more, with a running maximum.
             m_i, l_i = initial_state(sinks_ptr, head, row_mask, True, SINKS, BLOCK_M)
             acc = tl.zeros([BLOCK_M, HEAD_SIZE_PADDED], tl.float32)

@@ -220,6 +220,23 @@ def test_large_scores_do_not_overflow(dtype, device):
     check_inputs(inputs, case)
 
 
+@pytest.mark.parametrize("excess", [60.0, 86.0, 87.5, 90.0, 500.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_early_keys_that_score_far_above_the_latest(dtype, excess, device):
+    """Past any fixed reference: sums overflow, with small values before the output."""
+    case = Case(
+        19, ((150, 200),), heads=(2, 1), head_size=64, dtype=dtype,
+        tiles=Tiles(block_m=32, block_n=32),
+    )  # fmt: skip
+    inputs = make_inputs(case, device)
+    inputs.query[: case.num_tokens] = 1.0
+    for i, block in enumerate(inputs.blocks[0][:4]):
+        # 64 elements at scale 1/8.
+        inputs.key_cache[block] = excess / 8 - i / 16
+        inputs.value_cache[block] *= 1e-3
+    check_inputs(inputs, case)
+
+
 # vllm#34759, #36914, #42580, #42916: scales apply to quantised caches only.
 def test_scales_of_an_unquantised_cache_are_ignored(device):
     inputs = make_inputs(Case(15, MIXED), device)
