@@ -197,10 +197,9 @@ def _plan_kernel(
             out = tiles_ptr + 8 * place
             tl.store(out, seq, mask=ok)
             tl.store(out + 1, tile * TILE_TOKENS, mask=ok)
-            tl.store(out + 2, tile * TILE_TOKENS, mask=ok)
-            tl.store(out + 3, q_start, mask=ok)
-            tl.store(out + 4, query_len, mask=ok)
-            tl.store(out + 5, seq_len, mask=ok)
+            tl.store(out + 2, q_start, mask=ok)
+            tl.store(out + 3, query_len, mask=ok)
+            tl.store(out + 4, seq_len, mask=ok)
 
 
 @dataclass(frozen=True)

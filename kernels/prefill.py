@@ -256,8 +256,8 @@ def _attend_unmasked(
     ids = 0
     if LOAD != "new":
         ids = page_ids(block_table, lo, start, last, BLOCK_N, BLOCK_SIZE)
-    # Eight columns of partial sums stay in their lanes; one sum at the end.
-    sums = tl.zeros([BLOCK_M, 8], tl.float32)
+    # Four columns of partial sums stay in their lanes; one sum at the end.
+    sums = tl.zeros([BLOCK_M, 4], tl.float32)
     for pos in tl.range(lo, hi, BLOCK_N, num_stages=NUM_STAGES):
         key_pos = pos + tl.arange(0, BLOCK_N)
         if LOAD == "new":
@@ -282,7 +282,7 @@ def _attend_unmasked(
             p = tl.math.exp2(s - m_i[:, None])
         else:
             p = tl.math.exp2(s * qk_scale - m_i[:, None])
-        sums += tl.sum(p.reshape(BLOCK_M, BLOCK_N // 8, 8), 1)
+        sums += tl.sum(tl.sum(p.reshape(BLOCK_M, BLOCK_N // 8, 4, 2), 3), 1)
         if LOAD != "pointer":
             v = value_cache.load(at).reshape(BLOCK_N, HEAD_SIZE_PADDED)
         else:
@@ -297,6 +297,20 @@ def _attend_unmasked(
         if LOAD != "new":
             ids = page_ids(block_table, pos + BLOCK_N, start, last, BLOCK_N, BLOCK_SIZE)
     return acc, tl.sum(sums, 1)
+
+
+@device_function
+def _tile_again(tiles_ptr, tile):
+    """(first token, q_start, query_len, seq_len) of a tile, read anew.
+
+    Keeping the first ones alive across the main loop costs registers that its
+    accumulator needs; a volatile load is not merged with the earlier one.
+    """
+    first_token = tl.load(tiles_ptr + 8 * tile + 1, volatile=True)
+    q_start = tl.load(tiles_ptr + 8 * tile + 2, volatile=True)
+    query_len = tl.load(tiles_ptr + 8 * tile + 3, volatile=True)
+    seq_len = tl.load(tiles_ptr + 8 * tile + 4, volatile=True)
+    return first_token, q_start, query_len, seq_len
 
 
 @triton.jit(do_not_specialize=["stride_table", "window"])
@@ -336,9 +350,9 @@ def _prefill_kernel(
     num_tiles = tl.load(header_ptr + 1)
     seq = tl.load(tiles_ptr + 8 * tile)
     first_token = tl.load(tiles_ptr + 8 * tile + 1)
-    q_start = tl.load(tiles_ptr + 8 * tile + 3)
-    query_len = tl.load(tiles_ptr + 8 * tile + 4)
-    seq_len = tl.load(tiles_ptr + 8 * tile + 5)
+    q_start = tl.load(tiles_ptr + 8 * tile + 2)
+    query_len = tl.load(tiles_ptr + 8 * tile + 3)
+    seq_len = tl.load(tiles_ptr + 8 * tile + 4)
     if tile >= num_tiles:
         return
     TOKENS: tl.constexpr = BLOCK_M // PACK
@@ -441,32 +455,16 @@ def _prefill_kernel(
         bad = tl.where(tl.abs(acc) < float("inf"), 0, 1)
         if tl.max(tl.maximum(tl.max(bad, 1), bad_row), 0) > 0:
             # Scores far above the reference, or NaN: once more, with a running maximum.
+            first_token, q_start, query_len, seq_len = _tile_again(tiles_ptr, tile)
+            first_pos = seq_len - query_len + first_token
+            query_pos = first_pos + tl.arange(0, BLOCK_M) // PACK
+            end = tl.minimum(first_pos + TOKENS, seq_len)
+            last = tl.maximum(end - 1, 0)
             m_i, l_i = initial_state(sinks_ptr, head, row_mask, True, SINKS, BLOCK_M)
             acc = tl.zeros([BLOCK_M, HEAD_SIZE_PADDED], tl.float32)
-            if HAS_WINDOW:
-                acc, m_i, l_i = _attend_tiles(
-                    acc, m_i, l_i, q, key_cache, value_cache, block_table,
-                    lo, lo_full, start, end, last, q_start,
-                    query_pos, slopes, kv_head, window,
-                    stride_k_block, stride_k_slot, stride_k_head,
-                    stride_v_block, stride_v_slot, stride_v_head,
-                    qk_scale, cap_scale, cap_log2,
-                    True, LOAD, CAUSAL, HAS_WINDOW, SOFTCAP, ALIBI, BLOCK_SIZE, BLOCK_N,
-                    HEAD_SIZE, HEAD_SIZE_PADDED, NUM_STAGES,
-                )  # fmt: skip
             acc, m_i, l_i = _attend_tiles(
                 acc, m_i, l_i, q, key_cache, value_cache, block_table,
-                lo_full, full, start, end, last, q_start,
-                query_pos, slopes, kv_head, window,
-                stride_k_block, stride_k_slot, stride_k_head,
-                stride_v_block, stride_v_slot, stride_v_head,
-                qk_scale, cap_scale, cap_log2,
-                False, LOAD, CAUSAL, HAS_WINDOW, SOFTCAP, ALIBI, BLOCK_SIZE, BLOCK_N,
-                HEAD_SIZE, HEAD_SIZE_PADDED, NUM_STAGES,
-            )  # fmt: skip
-            acc, m_i, l_i = _attend_tiles(
-                acc, m_i, l_i, q, key_cache, value_cache, block_table,
-                full, end, start, end, last, q_start,
+                lo, end, start, end, last, q_start,
                 query_pos, slopes, kv_head, window,
                 stride_k_block, stride_k_slot, stride_k_head,
                 stride_v_block, stride_v_slot, stride_v_head,
@@ -485,18 +483,17 @@ def _prefill_kernel(
             False, LOAD, CAUSAL, HAS_WINDOW, SOFTCAP, ALIBI, BLOCK_SIZE, BLOCK_N,
             HEAD_SIZE, HEAD_SIZE_PADDED, NUM_STAGES,
         )  # fmt: skip
-    # Row numbers from a second copy in memory: keeping the first ones alive across the
-    # main loop costs registers that its accumulator needs.
-    token = tl.load(tiles_ptr + 8 * tile + 2) + tl.arange(0, BLOCK_M) // PACK
+    first_token, q_start, query_len, seq_len = _tile_again(tiles_ptr, tile)
 
     scale = tl.where(l_i > 0, 1.0 / l_i, 0.0)
     if LOAD == "new":
         # Cached keys were promised not to exist. Where they do, nothing but NaN may
         # come out.
-        scale = tl.where(context_len == 0, scale, float("nan"))
+        scale = tl.where(seq_len == query_len, scale, float("nan"))
     acc = acc * scale[:, None]
     rows = tl.arange(0, BLOCK_M)
-    head = first_head + rows % PACK
+    token = first_token + rows // PACK
+    head = tl.program_id(1) * PACK + rows % PACK
     row_mask = (token < query_len) & (rows < TOKENS * PACK)
     io_mask = row_mask[:, None] & (offs_d < HEAD_SIZE)[None, :]
     rows_out = (q_start + token).to(
