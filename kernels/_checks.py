@@ -318,6 +318,7 @@ def check_config(config: AttentionConfig) -> None:
     for kernel, name, kinds in (
         ("prefill", "LOAD", ("pointer", "descriptor", "new")),
         ("prefill", "REFERENCE", ("running", "diagonal")),
+        ("prefill", "QUERY", ("shared", "registers")),
         ("decode", "LOAD", ("pointer", "descriptor")),
     ):
         kind = getattr(config, kernel).get(name)

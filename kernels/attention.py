@@ -396,6 +396,7 @@ def _bind(
         "PACK": config.prefill["PACK"],
         "LOAD": prefill_load,
         "REFERENCE": config.prefill["REFERENCE"],
+        "QUERY": config.prefill["QUERY"],
         "NUM_STAGES": config.prefill["num_stages"],
         "OVERLAP": overlap,
     }

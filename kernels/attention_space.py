@@ -65,15 +65,18 @@ def prefill_configs(problem: AttentionProblem) -> Iterator[KernelConfig]:
 
     Bounds: tiles of 16 rows a warp at least, since a matrix instruction has as many;
     tiles in shared memory; accumulators and scores in registers, with room for a third
-    of them to spill; a cap of 128 registers, so that two programs of 8 warps share a
-    unit, only where accumulators and scores take three quarters of it at most. With 4
-    bytes an element only tiles of at most 32 rows: such products run unrolled on plain
-    ALUs, and compile for minutes otherwise.
+    of them to spill; a cap of 128 registers, so that two programs of 8 warps or four
+    of 4 share a unit, only where accumulators and scores take three quarters of it at
+    most; queries in registers where they take at most 32 of them. With 4 bytes an
+    element only tiles of at most 32 rows: such products run unrolled on plain ALUs, and
+    compile for minutes otherwise.
     """
     device, padded = problem.device, problem.padded
     on_gpu = device.platform != "interpreter"
     packs = [p for p in (1, 2, 4, 8) if problem.num_queries_per_kv % p == 0]
     warps = (2, 4, 8) if on_gpu else (1,)
+    # Only Hopper's matrix instructions take the left side from either place.
+    chooses = device.arch in ("sm90", "interpreter")
     for block_m, block_n, num_warps, num_stages, pack in itertools.product(
         (16, 32, 64, 128), (16, 32, 64, 128), warps, problem.stages(), packs
     ):
@@ -93,18 +96,28 @@ def prefill_configs(problem: AttentionProblem) -> Iterator[KernelConfig]:
         for load in loads:
             caps: list[int | None] = [None]
             small = block_m * (padded + block_n) / lanes <= 96
-            if device.platform == "cuda" and num_warps == 8 and small:
+            if device.platform == "cuda" and num_warps in (4, 8) and small:
                 caps.append(128)
             references = ["running"]
             if device.arch != "sm100":  # Triton 3.6 fails on the partial sums there
                 references.append("diagonal")
-            for maxnreg, reference in itertools.product(caps, references):
+            queries = ["shared"]
+            # Only Hopper's matrix instructions offer the choice.
+            if (
+                device.arch in ("sm90", "interpreter")
+                and block_m * padded <= 64 * lanes
+            ):
+                queries.append("registers")
+            for maxnreg, reference, query in itertools.product(
+                caps, references, queries
+            ):
                 yield KernelConfig.of(
                     BLOCK_M=block_m,
                     BLOCK_N=block_n,
                     PACK=pack,
                     LOAD=load,
                     REFERENCE=reference,
+                    QUERY=query,
                     num_warps=num_warps,
                     num_stages=num_stages,
                     maxnreg=maxnreg,

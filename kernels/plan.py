@@ -50,8 +50,6 @@ HEAD_SIZES = (32, 256)  # smallest, largest
 _BLOCK_SEQS = 256
 _RANK_SEQS = 64
 _BLOCK_TILES = 64
-# Longest sequences that configs tell apart; the last stands for all above.
-SEQ_LENS = (prefill.SHORT_SEQ_LEN, 4 * prefill.SHORT_SEQ_LEN, 1 << 30)
 
 
 @device_function
@@ -209,24 +207,19 @@ class StepKind:
     Attributes:
         max_decodes: requests that take the decode kernel, rounded up to a power of two.
         no_context: as in PagedBatch.
-        max_seq_len: longest request in tokens, rounded up to one of SEQ_LENS.
         mixed: the step has prefills and decodes.
     """
 
     max_decodes: int = 1
     no_context: bool = False
-    max_seq_len: int = SEQ_LENS[-1]
     mixed: bool = False
 
     @classmethod
-    def of(
-        cls, num_decodes: int, no_context: bool, max_seq_len: int, has_prefill: bool
-    ) -> StepKind:
+    def of(cls, num_decodes: int, no_context: bool, has_prefill: bool) -> StepKind:
         """The kind of a step with these numbers."""
         return cls(
             max_decodes=1 << max(num_decodes - 1, 0).bit_length(),
             no_context=no_context,
-            max_seq_len=next((n for n in SEQ_LENS if max_seq_len <= n), SEQ_LENS[-1]),
             mixed=has_prefill and num_decodes > 0,
         )
 
@@ -235,10 +228,9 @@ class StepKind:
         """Every kind that steps of at most max_num_seqs requests have."""
         powers = range(max(max_num_seqs - 1, 0).bit_length() + 1)
         return [
-            cls(1 << power, no_context, seq_len, mixed)
+            cls(1 << power, no_context, mixed)
             for power in powers
             for no_context in (False, True)
-            for seq_len in SEQ_LENS
             for mixed in (False, True)
         ]
 
@@ -524,11 +516,9 @@ class AttentionPlanner:
             num_decodes = int(short.sum())
             long_lens = lens[lens > self.max_decode_query_len]
             has_prefill = long_lens.numel() > 0
-        # A captured graph of decodes is replayed with other lengths: they must not
-        # choose its config.
-        max_seq_len = batch.max_seq_len if has_prefill else SEQ_LENS[-1]
+        # Lengths have no say: a captured graph of decodes is replayed with others.
         choice = self.choice_for(
-            StepKind.of(num_decodes, batch.no_context, max_seq_len, has_prefill)
+            StepKind.of(num_decodes, batch.no_context, has_prefill)
         )
         tile_tokens, can_split = choice.tile_tokens, choice.can_split
         num_tiles = 0
@@ -624,7 +614,7 @@ def default_config(
         num_queries_per_kv, head_size, dtype, block_size: of the layers.
         device: what the kernels will run on.
         num_kv_heads: of this rank.
-        kind: of the step; None: one decode, long requests with cached tokens.
+        kind: of the step; None: one decode, requests with cached tokens.
     """
     kind = kind or StepKind()
     element_size = torch.empty((), dtype=dtype).element_size()
@@ -636,7 +626,6 @@ def default_config(
             block_size=block_size,
             device=device,
             no_context=kind.no_context,
-            max_seq_len=kind.max_seq_len,
             with_decodes=kind.mixed,
         ),
         decode=decode.default_config(

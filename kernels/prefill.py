@@ -53,8 +53,6 @@ _TILES: dict[str, tuple[int, int, int]] = {
     "interpreter": (256, 256, 1),
 }
 _SMALL_TILE = (64, 32, 4)
-# Up to here, in tokens, a prefill is mostly prologue and masked tiles.
-SHORT_SEQ_LEN = 1024
 
 
 def default_config(
@@ -65,7 +63,6 @@ def default_config(
     block_size: int,
     device: DeviceInfo,
     no_context: bool = False,
-    max_seq_len: int = 1 << 30,
     with_decodes: bool = False,
 ) -> KernelConfig:
     """A config that is right everywhere and sensible on the architectures we know.
@@ -77,14 +74,13 @@ def default_config(
         block_size: tokens per KV block.
         device: what the kernel will run on.
         no_context: nothing is cached; the step's own keys and values are all there is.
-        max_seq_len: longest request, cached and new tokens.
         with_decodes: the step has decodes, too, whose programs share the units.
     """
     padded = triton.next_power_of_2(head_size)
     block_m, block_n, num_warps = _TILES.get(device.arch, _SMALL_TILE)
     num_stages = 2 if device.platform == "cuda" else 1
     pack = max(p for p in (1, 2, 4) if num_queries_per_kv % p == 0)
-    load, maxnreg = "pointer", None
+    load, query, maxnreg = "pointer", "shared", None
     if device.platform == "interpreter":
         pack = num_queries_per_kv if num_queries_per_kv <= block_m else 1
     elif element_size == 4:
@@ -94,28 +90,30 @@ def default_config(
         num_warps, num_stages = 4, 1
     elif padded > 128 and device.arch not in ("sm90", "sm100"):
         block_m, block_n, num_warps = 64, min(block_n, 32), 4
-    elif device.limits.has_tensor_descriptors and device.arch == "sm90":
+    elif device.arch == "sm90":
+        pack = min(pack, 2)
         if block_size % block_n == 0:
             load = "descriptor"
         elif no_context:
             load = "new"
         if padded > 128:
-            pack = min(pack, 2)
-        elif with_decodes and load != "pointer":
-            # Leave room beside each program for one that decodes.
-            block_m, num_warps, num_stages = 64, 4, 3
-            pack = min(pack, 2)
-        elif load == "pointer" or max_seq_len <= (
-            SHORT_SEQ_LEN if load == "descriptor" else 4 * SHORT_SEQ_LEN
-        ):
-            # Prologues and addresses cost registers: more warps, as many as let two
-            # programs of a unit take turns.
-            maxnreg = 128
-            pack = min(pack, 2 if load == "descriptor" else 4)
+            pass
+        elif load == "pointer":
+            # Addresses cost registers: more warps, as many as let two programs of a
+            # unit take turns.
+            block_n, num_stages, maxnreg = 32, 3, 128
         else:
-            # Two programs of 4 warps per unit: one computes while the other waits.
-            num_warps = 4
-            pack = min(pack, 2 if load == "descriptor" else 4)
+            # One warp group to a program, several programs to a unit: the matrix unit
+            # serves one while others compute exponentials.
+            block_m, num_warps = 64, 4
+            if padded <= 64:
+                pack = max(p for p in (1, 2, 4) if num_queries_per_kv % p == 0)
+            elif no_context:
+                block_n, maxnreg = 32, 128  # four programs
+            elif with_decodes:
+                num_stages = 3  # leaves room for a decode program
+            else:
+                num_stages, query = 3, "registers"  # long loops
     limit = device.limits.shared_bytes_per_block
     while (
         shared_elements(block_m, block_n, padded, num_stages, device) * element_size
@@ -137,6 +135,7 @@ def default_config(
         PACK=pack,
         LOAD=load,
         REFERENCE="diagonal" if device.arch in ("sm90", "interpreter") else "running",
+        QUERY=query,
         num_warps=num_warps,
         num_stages=num_stages,
         maxnreg=maxnreg,
@@ -237,6 +236,29 @@ def _attend_tiles(
 
 
 @device_function
+def _load_full_tile(
+    cache, ids, pos, first_row, kv_head, stride_block, stride_slot, stride_head,
+    LOAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_SIZE: tl.constexpr, HEAD_SIZE_PADDED: tl.constexpr,
+):  # fmt: skip
+    """A K or V tile of which every key is seen; LOAD as for _attend_tiles."""
+    if LOAD == "new":
+        tile = cache.load([first_row + pos, kv_head, 0])
+        tile = tile.reshape(BLOCK_N, HEAD_SIZE_PADDED)
+    elif LOAD == "descriptor":
+        tile = cache.load([ids, kv_head, pos % BLOCK_SIZE, 0])
+        tile = tile.reshape(BLOCK_N, HEAD_SIZE_PADDED)
+    else:
+        offsets = tile_offsets(
+            ids, pos, kv_head, stride_block, stride_slot, stride_head,
+            BLOCK_N, BLOCK_SIZE, HEAD_SIZE_PADDED,
+        )  # fmt: skip
+        all_keys = tl.arange(0, BLOCK_N) >= 0
+        tile = load_tile(cache, offsets, all_keys, False, HEAD_SIZE, HEAD_SIZE_PADDED)
+    return tile
+
+
+@device_function
 def _attend_unmasked(
     acc, m_i, q, key_cache, value_cache, block_table,
     lo, hi, start, last, first_row, query_pos, slopes, kv_head,
@@ -259,22 +281,13 @@ def _attend_unmasked(
     # Four columns of partial sums stay in their lanes; one sum at the end.
     sums = tl.zeros([BLOCK_M, 4], tl.float32)
     for pos in tl.range(lo, hi, BLOCK_N, num_stages=NUM_STAGES):
-        key_pos = pos + tl.arange(0, BLOCK_N)
-        if LOAD == "new":
-            at = [first_row + pos, kv_head, 0]
-            k = key_cache.load(at).reshape(BLOCK_N, HEAD_SIZE_PADDED)
-        elif LOAD == "descriptor":
-            at = [ids, kv_head, pos % BLOCK_SIZE, 0]
-            k = key_cache.load(at).reshape(BLOCK_N, HEAD_SIZE_PADDED)
-        else:
-            offsets = tile_offsets(
-                ids, pos, kv_head, stride_k_block, stride_k_slot, stride_k_head,
-                BLOCK_N, BLOCK_SIZE, HEAD_SIZE_PADDED,
-            )  # fmt: skip
-            k = load_tile(
-                key_cache, offsets, key_pos >= 0, False, HEAD_SIZE, HEAD_SIZE_PADDED
-            )
+        k = _load_full_tile(
+            key_cache, ids, pos, first_row, kv_head,
+            stride_k_block, stride_k_slot, stride_k_head,
+            LOAD, BLOCK_SIZE, BLOCK_N, HEAD_SIZE, HEAD_SIZE_PADDED,
+        )  # fmt: skip
         s = tl.dot(q, k.to(q.dtype).T, input_precision="ieee")
+        key_pos = pos + tl.arange(0, BLOCK_N)
         s = shape_scores(
             s, key_pos, query_pos, slopes, qk_scale, cap_scale, cap_log2, SOFTCAP, ALIBI
         )
@@ -283,16 +296,11 @@ def _attend_unmasked(
         else:
             p = tl.math.exp2(s * qk_scale - m_i[:, None])
         sums += tl.sum(tl.sum(p.reshape(BLOCK_M, BLOCK_N // 8, 4, 2), 3), 1)
-        if LOAD != "pointer":
-            v = value_cache.load(at).reshape(BLOCK_N, HEAD_SIZE_PADDED)
-        else:
-            offsets = tile_offsets(
-                ids, pos, kv_head, stride_v_block, stride_v_slot, stride_v_head,
-                BLOCK_N, BLOCK_SIZE, HEAD_SIZE_PADDED,
-            )  # fmt: skip
-            v = load_tile(
-                value_cache, offsets, key_pos >= 0, False, HEAD_SIZE, HEAD_SIZE_PADDED
-            )
+        v = _load_full_tile(
+            value_cache, ids, pos, first_row, kv_head,
+            stride_v_block, stride_v_slot, stride_v_head,
+            LOAD, BLOCK_SIZE, BLOCK_N, HEAD_SIZE, HEAD_SIZE_PADDED,
+        )  # fmt: skip
         acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
         if LOAD != "new":
             ids = page_ids(block_table, pos + BLOCK_N, start, last, BLOCK_N, BLOCK_SIZE)
@@ -338,8 +346,8 @@ def _prefill_kernel(
     EMULATE_BF16: tl.constexpr,
     # tile
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PACK: tl.constexpr,
-    LOAD: tl.constexpr, REFERENCE: tl.constexpr, NUM_STAGES: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    LOAD: tl.constexpr, REFERENCE: tl.constexpr, QUERY: tl.constexpr,
+    NUM_STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     count_launch(counts_ptr, COUNT_PREFILL)
     if OVERLAP:
@@ -371,6 +379,9 @@ def _prefill_kernel(
     q = tl.load(query_ptr + q_rows[:, None] + offs_d[None, :], mask=io_mask, other=0.0)
     if EMULATE_BF16:
         q = q.to(tl.float32)
+    if QUERY == "registers":
+        # Anything between load and product keeps an operand out of shared memory.
+        q = tl.where(row_mask[:, None], q, 0.0)
     query_pos = context_len + token
     slopes = tl.zeros([BLOCK_M], tl.float32)
     if ALIBI:
