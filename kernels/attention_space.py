@@ -102,11 +102,7 @@ def prefill_configs(problem: AttentionProblem) -> Iterator[KernelConfig]:
             if device.arch != "sm100":  # Triton 3.6 fails on the partial sums there
                 references.append("diagonal")
             queries = ["shared"]
-            # Only Hopper's matrix instructions offer the choice.
-            if (
-                device.arch in ("sm90", "interpreter")
-                and block_m * padded <= 64 * lanes
-            ):
+            if chooses and block_m * padded <= 64 * lanes:
                 queries.append("registers")
             for maxnreg, reference, query in itertools.product(
                 caps, references, queries
