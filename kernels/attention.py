@@ -376,6 +376,7 @@ def _bind(
         "ALIBI": options.alibi_slopes is not None,
         "SINKS": options.sinks is not None,
         "BLOCK_SIZE": planner.block_size,
+        "SAME_STRIDES": key_cache.stride() == value_cache.stride(),
     }
     decode = common | {
         "NUM_KV_HEADS": planner.num_kv_heads,

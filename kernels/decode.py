@@ -149,7 +149,7 @@ def _decode_kernel(
     # sizes
     NUM_KV_HEADS: tl.constexpr, NUM_QUERIES_PER_KV: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr,
-    HEAD_SIZE_PADDED: tl.constexpr,
+    HEAD_SIZE_PADDED: tl.constexpr, SAME_STRIDES: tl.constexpr,
     # arithmetic
     EMULATE_BF16: tl.constexpr,
     # tile
@@ -165,6 +165,10 @@ def _decode_kernel(
         ):
             tl.extra.cuda.gdc_wait()
     DESCRIPTOR: tl.constexpr = LOAD == "descriptor"
+    if SAME_STRIDES:  # so one set of offsets serves both caches
+        stride_v_block = stride_k_block
+        stride_v_slot = stride_k_slot
+        stride_v_head = stride_k_head
     item = tl.program_id(0) // NUM_KV_HEADS
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     # All that the first loads need stands in the item: one wait instead of three.

@@ -342,6 +342,7 @@ def _prefill_kernel(
     # sizes
     NUM_QUERIES_PER_KV: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HEAD_SIZE: tl.constexpr, HEAD_SIZE_PADDED: tl.constexpr,
+    SAME_STRIDES: tl.constexpr,
     # arithmetic
     EMULATE_BF16: tl.constexpr,
     # tile
@@ -353,6 +354,10 @@ def _prefill_kernel(
     if OVERLAP:
         # The decode launch behind this one may take what these programs leave free.
         tl.extra.cuda.gdc_launch_dependents()
+    if SAME_STRIDES:  # so one set of offsets serves both caches
+        stride_v_block = stride_k_block
+        stride_v_slot = stride_k_slot
+        stride_v_head = stride_k_head
     tile = tl.program_id(0)
     # All that the first loads need stands in the tile: one wait instead of three.
     num_tiles = tl.load(header_ptr + 1)
