@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from portable_backend.kernels.plan import AttentionPlanner
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MIN_SCALE = 1e-6  # masked scores must stay hugely negative after it
+MAX_PARAMETER = 4096  # of a config
+MAX_WINDOW = 1 << 30  # positions and window are added in 32 bits
 
 
 def check_attention(
@@ -86,6 +89,13 @@ def check_attention(
                 tensor.stride(),
                 "call .contiguous()",
             )
+    if any(
+        stride == 0 and size > 1
+        for size, stride in zip(out.shape, out.stride(), strict=True)
+    ):
+        raise bad_argument(
+            "out", "one place for each element", out.stride(), "do not expand it"
+        )
     if out.device != query.device:
         raise bad_argument("out", f"on {query.device}", out.device, "move it there")
     check_batch(batch, query.device)
@@ -135,7 +145,11 @@ def _check_cache(
 
 def check_batch(batch: PagedBatch, device: torch.device) -> None:
     """Raise ValueError unless the kernels can read this batch."""
-    num_seqs = batch.seq_lens.shape[0]
+    num_seqs = batch.seq_lens.shape[0] if batch.seq_lens.dim() == 1 else -1
+    if num_seqs < 0:
+        raise bad_argument(
+            "seq_lens", "int32 [num_seqs]", list(batch.seq_lens.shape), "reshape it"
+        )
     for name, shape in (
         ("query_start_loc", (num_seqs + 1,)),
         ("seq_lens", (num_seqs,)),
@@ -182,12 +196,28 @@ def check_contents(
     if not batch.seq_lens.numel():
         return
     starts, seq_lens = batch.query_start_loc, batch.seq_lens
-    if int(starts.min()) < 0 or int(starts.max()) > query.shape[0]:
+    query_lens = torch.diff(starts)
+    if (
+        int(starts[0]) < 0
+        or int(query_lens.min()) < 0
+        or int(starts[-1]) > query.shape[0]
+    ):
         raise bad_argument(
             "query_start_loc",
-            f"from 0 to query's {query.shape[0]} tokens",
-            f"{int(starts.min())} to {int(starts.max())}",
+            f"rising from 0 to at most query's {query.shape[0]} tokens",
+            starts.tolist() if starts.numel() <= 20 else f"{starts.numel()} numbers",
             "pass the prefix sum of the query lengths",
+        )
+    if int(query_lens.max()) > batch.max_query_len:
+        raise bad_argument(
+            "max_query_len",
+            f"at least {int(query_lens.max())}, as query_start_loc says",
+            batch.max_query_len,
+            "pass an upper bound",
+        )
+    if int(seq_lens.min()) < 0:
+        raise bad_argument(
+            "seq_lens", "at least 0", int(seq_lens.min()), "pass numbers of tokens"
         )
     num_blocks, block_size = key_cache.shape[:2]
     columns = batch.block_table.shape[1]
@@ -202,7 +232,7 @@ def check_contents(
     position = torch.arange(columns) * block_size
     used = position < seq_lens[:, None]
     if options.sliding_window is not None:
-        first = seq_lens - torch.diff(starts) - options.sliding_window + 1
+        first = seq_lens - query_lens - options.sliding_window + 1
         used &= position + block_size > first[:, None]
     ids = batch.block_table[used]
     if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < num_blocks:
@@ -217,9 +247,12 @@ def check_contents(
 def _check_options(
     options: AttentionOptions, num_query_heads: int, device: torch.device
 ) -> None:
-    if not 0 < options.scale < math.inf:
+    if not MIN_SCALE <= options.scale < math.inf:
         raise bad_argument(
-            "scale", "finite, greater than 0", options.scale, "use head_size ** -0.5"
+            "scale",
+            f"finite, at least {MIN_SCALE}",
+            options.scale,
+            "use head_size ** -0.5",
         )
     check_window(options.sliding_window)
     if options.softcap is not None and not 0 <= options.softcap < math.inf:
@@ -288,10 +321,12 @@ def check_numbers(numbers: dict[str, tuple[int, int, int | None]]) -> None:
 
 def check_window(window: int | None) -> None:
     """Raise ValueError unless `window` is None or a whole number of tokens."""
-    if window is not None and (not isinstance(window, int) or window < 1):
+    if window is None:
+        return
+    if not isinstance(window, int) or not 1 <= window <= MAX_WINDOW:
         raise bad_argument(
             "sliding_window",
-            "None or an int of at least 1, the query's own position included",
+            f"None or an int from 1, the query's own position, to {MAX_WINDOW}",
             window,
             "use None for no window",
         )
@@ -307,11 +342,13 @@ def check_config(config: AttentionConfig) -> None:
         params = getattr(config, kernel)
         for name in names:
             value = params.get(name)
-            least = 0 if name == "CTAS_PER_UNIT" else 1
-            tile = name.startswith("BLOCK_")
-            whole = isinstance(value, int) and value >= least
-            if not whole or (tile and value & (value - 1)):
-                kind = "a power of two" if tile else f"an int of at least {least}"
+            tile = name in ("BLOCK_M", "BLOCK_N")  # sides of matrix instructions
+            least = 16 if tile else 0 if name == "CTAS_PER_UNIT" else 1
+            power = name.startswith("BLOCK_")
+            whole = type(value) is int and least <= value <= MAX_PARAMETER
+            if not whole or (power and value & (value - 1)):
+                kind = "a power of two" if power else "an int"
+                kind += f" from {least} to {MAX_PARAMETER}"
                 raise bad_argument(
                     f"config.{kernel} {name}", kind, repr(value), "correct the config"
                 )
@@ -364,8 +401,40 @@ def check_lengths(batch: PagedBatch, device: torch.device) -> int:
     return num_seqs
 
 
-def check_host_lengths(batch: PagedBatch, lens: torch.Tensor, num_tokens: int) -> int:
-    """Query tokens of the step, if the host's numbers agree with each other."""
+def check_host_lengths(
+    batch: PagedBatch, num_seqs: int, num_tokens: int
+) -> tuple[torch.Tensor, int]:
+    """Query lengths and their sum, if what the host knows agrees with itself.
+
+    On a CPU also with query_start_loc; elsewhere looking would wait for the device.
+    """
+    starts = batch.query_start_loc_cpu
+    right = (
+        isinstance(starts, torch.Tensor)
+        and starts.shape == (num_seqs + 1,)
+        and starts.dtype in (torch.int32, torch.int64)
+        and starts.device.type in ("cpu", "meta")
+    )
+    if not right:
+        raise bad_argument(
+            "query_start_loc_cpu",
+            f"int32 [{num_seqs + 1}] on the CPU, or None",
+            f"{starts.dtype} {list(starts.shape)} on {starts.device}"
+            if isinstance(starts, torch.Tensor)
+            else type(starts).__name__,
+            "pass query_start_loc.cpu()",
+        )
+    assert starts is not None
+    if batch.query_start_loc.device.type == "cpu" and not torch.equal(
+        starts.to(torch.int32), batch.query_start_loc
+    ):
+        raise bad_argument(
+            "query_start_loc_cpu",
+            "equal to query_start_loc",
+            "other numbers",
+            "pass query_start_loc.cpu()",
+        )
+    lens = torch.diff(starts)
     longest = int(lens.max()) if lens.numel() else 0
     total = int(lens.sum())
     if longest > batch.max_query_len or total > num_tokens:
@@ -375,4 +444,4 @@ def check_host_lengths(batch: PagedBatch, lens: torch.Tensor, num_tokens: int) -
             f"{batch.max_query_len} and {num_tokens}",
             "pass upper bounds",
         )
-    return total
+    return lens, total

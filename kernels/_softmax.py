@@ -218,7 +218,9 @@ def initial_state(
     l_i = tl.zeros([BLOCK_M], tl.float32)
     if SINKS:
         sink = tl.load(sinks_ptr + heads, mask=rows_mask, other=0.0).to(tl.float32)
-        sink = tl.maximum(sink * 1.4426950408889634, LOWEST)
+        sink = tl.maximum(
+            sink * 1.4426950408889634, LOWEST, propagate_nan=tl.PropagateNan.ALL
+        )
         m_i = tl.where(use_sink, sink, m_i)
         l_i = tl.where(use_sink, l_i + 1.0, l_i)
     return m_i, l_i

@@ -123,7 +123,8 @@ def paged_attention(
         options: masks, scale and the like.
         out: like query; rows of the batch are written, padding is left alone.
         key, value: [num_tokens, num_kv_heads, head_size], this step's new tokens,
-            already in the cache; a kernel may read them from here instead.
+            already in the cache; a kernel may read them from here instead, if it can:
+            other layouts than the cache's dtype and heads are passed over.
         config: launch parameters; None means the plan's, or default_config().
 
     Returns:
@@ -218,9 +219,9 @@ class _Step:
     def __init__(
         self, batch: PagedBatch, plan: AttentionPlan, device: torch.device
     ) -> None:
+        check_batch(batch, device)
         if plan.num_seqs != batch.seq_lens.shape[0]:
             raise _another_step(batch, plan)
-        check_batch(batch, device)
         self.tensors = (batch.block_table, batch.query_start_loc)
         self.addresses = tuple(tensor.data_ptr() for tensor in self.tensors)
         self.stride_table = batch.block_table.stride(0)

@@ -68,8 +68,8 @@ def prefill_configs(problem: AttentionProblem) -> Iterator[KernelConfig]:
     of them to spill; a cap of 128 registers, so that two programs of 8 warps or four
     of 4 share a unit, only where accumulators and scores take three quarters of it at
     most; queries in registers where they take at most 32 of them. With 4 bytes an
-    element only tiles of at most 32 rows: such products run unrolled on plain ALUs, and
-    compile for minutes otherwise.
+    element only tiles of at most 32 rows, 4 a warp at least: such products run unrolled
+    on plain ALUs, and compile for minutes otherwise.
     """
     device, padded = problem.device, problem.padded
     on_gpu = device.platform != "interpreter"
@@ -80,7 +80,8 @@ def prefill_configs(problem: AttentionProblem) -> Iterator[KernelConfig]:
     for block_m, block_n, num_warps, num_stages, pack in itertools.product(
         (16, 32, 64, 128), (16, 32, 64, 128), warps, problem.stages(), packs
     ):
-        if on_gpu and (block_m < 16 * num_warps or pack > block_m):
+        rows = 4 if problem.element_size == 4 else 16
+        if on_gpu and (block_m < rows * num_warps or pack > block_m):
             continue
         if problem.element_size == 4 and on_gpu and max(block_m, block_n) > 32:
             continue
@@ -104,8 +105,12 @@ def prefill_configs(problem: AttentionProblem) -> Iterator[KernelConfig]:
             queries = ["shared"]
             if chooses and block_m * padded <= 64 * lanes:
                 queries.append("registers")
-            for maxnreg, reference, query in itertools.product(
-                caps, references, queries
+            hip: list[dict[str, int]] = [{}]
+            if device.platform == "hip":
+                waves = (0, 2) if device.arch == "gfx1100" else (0,)
+                hip = [{"waves_per_eu": n} for n in waves]
+            for maxnreg, reference, query, more in itertools.product(
+                caps, references, queries, hip
             ):
                 yield KernelConfig.of(
                     BLOCK_M=block_m,
@@ -118,6 +123,7 @@ def prefill_configs(problem: AttentionProblem) -> Iterator[KernelConfig]:
                     num_stages=num_stages,
                     maxnreg=maxnreg,
                     matrix_instr_nonkdim=16,
+                    **more,
                 )
 
 
@@ -125,7 +131,7 @@ def decode_configs(problem: AttentionProblem) -> Iterator[KernelConfig]:
     """Every decode config that fits the problem.
 
     Bounds: at least 16 rows of queries fill a matrix instruction, so warps share the
-    keys: no more than one warp to 8 of them; tiles in shared memory; accumulators of 64
+    keys: no more than one warp to 4 of them; tiles in shared memory; accumulators of 64
     rows in registers. Between one and eight programs a unit are planned for: fewer
     leave units empty, more cut requests into pieces that cost more than they balance.
     """
@@ -140,7 +146,7 @@ def decode_configs(problem: AttentionProblem) -> Iterator[KernelConfig]:
         (1, 2, 4),
         early,
     ):
-        if on_gpu and block_n < 8 * num_warps:
+        if on_gpu and block_n < 4 * num_warps:
             continue
         if problem.element_size == 4 and on_gpu and block_n > 32:
             continue
@@ -170,6 +176,6 @@ def merge_configs(problem: AttentionProblem) -> Iterator[KernelConfig]:
     """Every merge config: partial results read together, and warps to hold them."""
     device = problem.device
     warps = (1, 2, 4) if device.platform != "interpreter" else (1,)
-    early = (None, True) if device.arch == "sm90" else (None,)
+    early = (None, True) if device.arch in ("sm90", "sm100", "sm120") else (None,)
     for splits, num_warps, pdl in itertools.product((2, 4, 8, 16, 32), warps, early):
         yield KernelConfig.of(BLOCK_SPLITS=splits, num_warps=num_warps, launch_pdl=pdl)

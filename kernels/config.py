@@ -61,9 +61,6 @@ class KernelConfig(Mapping[str, Value]):
     def replace(self, **params: Value) -> "KernelConfig":
         return self.from_dict(self.to_dict() | params)
 
-    def constants(self) -> dict[str, Any]:
-        return {k: v for k, v in self.items_ if k.isupper()}
-
     def options(self, platform: str) -> dict[str, Any]:
         """Compiler options that `platform` ("cuda", "hip", "interpreter") knows."""
         if platform == "interpreter":

@@ -509,8 +509,7 @@ class AttentionPlanner:
         has_prefill = batch.max_query_len > self.max_decode_query_len
         num_decodes, exact_tokens, long_lens = num_seqs, 0, None
         if batch.query_start_loc_cpu is not None:
-            lens = torch.diff(batch.query_start_loc_cpu)
-            exact_tokens = check_host_lengths(batch, lens, num_tokens)
+            lens, exact_tokens = check_host_lengths(batch, num_seqs, num_tokens)
             short = (lens > 0) & (lens <= self.max_decode_query_len)
             decode_query_len = max(1, int((lens * short).max())) if num_seqs else 1
             num_decodes = int(short.sum())

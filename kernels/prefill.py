@@ -39,8 +39,8 @@ from portable_backend.kernels._softmax import (
 from portable_backend.kernels.config import KernelConfig
 
 # Rows per tile, keys per tile, warps: sizes that fit each architecture at head size
-# 128. Chosen from compile-time read-outs (registers, spills, shared memory); on sm90
-# from timings (docs/measurements).
+# 128. Chosen from compile-time read-outs (registers, spills, shared memory); sm90 has
+# more to choose from, see below, chosen from timings (docs/kernels.md).
 _TILES: dict[str, tuple[int, int, int]] = {
     "sm80": (128, 64, 8),
     "sm90": (128, 64, 8),
@@ -129,6 +129,9 @@ def default_config(
             break
     if pack > block_m:
         pack = 1
+    hip = {}
+    if device.platform == "hip":
+        hip = {"waves_per_eu": 2 if device.arch == "gfx1100" else 0}
     return KernelConfig.of(
         BLOCK_M=block_m,
         BLOCK_N=block_n,
@@ -140,7 +143,7 @@ def default_config(
         num_stages=num_stages,
         maxnreg=maxnreg,
         matrix_instr_nonkdim=16,
-        waves_per_eu=2 if device.arch == "gfx1100" else 0,
+        **hip,
     )
 
 
@@ -402,7 +405,9 @@ def _prefill_kernel(
     full = seq_len // BLOCK_N * BLOCK_N
     if CAUSAL:
         end = last_pos + 1
-        full = tl.minimum(tl.maximum(first_pos + 1, 0) // BLOCK_N * BLOCK_N, full)
+        # Not + 1, though the first row would see that tile in full: it has to meet its
+        # own key in the edges.
+        full = tl.minimum(tl.maximum(first_pos, 0) // BLOCK_N * BLOCK_N, full)
     start = 0
     lo = 0
     lo_full = 0
@@ -417,13 +422,16 @@ def _prefill_kernel(
     full = tl.maximum(full, lo_full)
     last = tl.maximum(end - 1, 0)
     block_table = block_table_ptr + seq.to(tl.int64) * stride_table
+    # With LOAD "new": where the request's first key stands among the new tokens.
+    first_row = q_start - context_len
 
     # The masked edges first: there each row meets itself, so that its maximum so far is
     # a fair reference for the rest.
     if HAS_WINDOW:
         acc, m_i, l_i = _attend_tiles(
             acc, m_i, l_i, q, key_cache, value_cache, block_table,
-            lo, lo_full, start, end, last, q_start, query_pos, slopes, kv_head, window,
+            lo, lo_full, start, end, last, first_row,
+            query_pos, slopes, kv_head, window,
             stride_k_block, stride_k_slot, stride_k_head,
             stride_v_block, stride_v_slot, stride_v_head,
             qk_scale, cap_scale, cap_log2,
@@ -432,7 +440,7 @@ def _prefill_kernel(
         )  # fmt: skip
     acc, m_i, l_i = _attend_tiles(
         acc, m_i, l_i, q, key_cache, value_cache, block_table,
-        full, end, start, end, last, q_start, query_pos, slopes, kv_head, window,
+        full, end, start, end, last, first_row, query_pos, slopes, kv_head, window,
         stride_k_block, stride_k_slot, stride_k_head,
         stride_v_block, stride_v_slot, stride_v_head,
         qk_scale, cap_scale, cap_log2,
@@ -447,7 +455,7 @@ def _prefill_kernel(
             main_lo = tl.minimum(lo_full + BLOCK_N, full)
             acc, m_i, l_i = _attend_tiles(
                 acc, m_i, l_i, q, key_cache, value_cache, block_table,
-                lo_full, main_lo, start, end, last, q_start,
+                lo_full, main_lo, start, end, last, first_row,
                 query_pos, slopes, kv_head, window,
                 stride_k_block, stride_k_slot, stride_k_head,
                 stride_v_block, stride_v_slot, stride_v_head,
@@ -458,7 +466,7 @@ def _prefill_kernel(
             )  # fmt: skip
         acc, sums = _attend_unmasked(
             acc, m_i, q, key_cache, value_cache, block_table,
-            main_lo, full, start, last, q_start, query_pos, slopes, kv_head,
+            main_lo, full, start, last, first_row, query_pos, slopes, kv_head,
             stride_k_block, stride_k_slot, stride_k_head,
             stride_v_block, stride_v_slot, stride_v_head,
             qk_scale, cap_scale, cap_log2,
@@ -476,11 +484,12 @@ def _prefill_kernel(
             query_pos = first_pos + tl.arange(0, BLOCK_M) // PACK
             end = tl.minimum(first_pos + TOKENS, seq_len)
             last = tl.maximum(end - 1, 0)
+            first_row = q_start + query_len - seq_len
             m_i, l_i = initial_state(sinks_ptr, head, row_mask, True, SINKS, BLOCK_M)
             acc = tl.zeros([BLOCK_M, HEAD_SIZE_PADDED], tl.float32)
             acc, m_i, l_i = _attend_tiles(
                 acc, m_i, l_i, q, key_cache, value_cache, block_table,
-                lo, end, start, end, last, q_start,
+                lo, end, start, end, last, first_row,
                 query_pos, slopes, kv_head, window,
                 stride_k_block, stride_k_slot, stride_k_head,
                 stride_v_block, stride_v_slot, stride_v_head,
@@ -491,7 +500,7 @@ def _prefill_kernel(
     else:
         acc, m_i, l_i = _attend_tiles(
             acc, m_i, l_i, q, key_cache, value_cache, block_table,
-            lo_full, full, start, end, last, q_start,
+            lo_full, full, start, end, last, first_row,
             query_pos, slopes, kv_head, window,
             stride_k_block, stride_k_slot, stride_k_head,
             stride_v_block, stride_v_slot, stride_v_head,
@@ -505,7 +514,7 @@ def _prefill_kernel(
     if LOAD == "new":
         # Cached keys were promised not to exist. Where they do, nothing but NaN may
         # come out.
-        scale = tl.where(seq_len == query_len, scale, float("nan"))
+        scale = tl.where(seq_len <= query_len, scale, float("nan"))
     acc = acc * scale[:, None]
     rows = tl.arange(0, BLOCK_M)
     token = first_token + rows // PACK

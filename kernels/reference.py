@@ -112,7 +112,8 @@ def _attend(
         scores = torch.cat([scores, sinks.expand(-1, query_len, 1)], -1)
     wide = torch.promote_types(scores.dtype, torch.float32)
     probs = torch.softmax(scores.to(wide), -1).to(scores.dtype)
-    probs = torch.nan_to_num(probs, nan=0.0)  # a row that sees nothing gives zeros
+    if options.sinks is None:  # a row that sees nothing gives zeros
+        probs = torch.where(visible.any(-1, keepdim=True), probs, 0)
     return torch.einsum("hqk,khd->qhd", probs[..., :seq_len], values)
 
 

@@ -200,6 +200,10 @@ def rms_norm(
         raise bad_argument(
             "residual_out", "None without residual", "a tensor", "omit it"
         )
+    if out is not None and out is residual_out:
+        raise bad_argument(
+            "residual_out", "another tensor than out", "out itself", "pass two tensors"
+        )
     # What checks and launches depend on; our own tensors and x itself need no look.
     signature = (
         x.shape, x.stride(), x.dtype, x.device,
@@ -436,4 +440,16 @@ def _check(
                 "contiguous in its last axis",
                 tensor.stride(),
                 "call .contiguous()",
+            )
+    for name in ("out", "residual_out"):
+        tensor = others[name]
+        if tensor is not None and any(
+            stride == 0 and size > 1
+            for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        ):
+            raise bad_argument(
+                name,
+                "one place for each element",
+                tensor.stride(),
+                "do not expand it",
             )

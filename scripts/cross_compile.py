@@ -76,6 +76,17 @@ class Shape:
     hidden_size: int = 4096
 
 
+# (decodes, prefills, whether anything is cached): a step of each kind that gets a
+# default config of its own somewhere.
+STEPS = (
+    (1, 0, True),
+    (32, 0, True),
+    (256, 0, True),
+    (0, 2, True),
+    (0, 2, False),
+    (4, 2, True),
+    (4, 2, False),
+)
 LLAMA = Shape("d128 page16")
 SHAPES = {
     "few": (
@@ -98,23 +109,15 @@ SHAPES["all"] = (
 
 
 def call_everything(shape: Shape) -> None:
-    """Call each public function once, on tensors of `shape` without storage."""
-    num_seqs, num_tokens, num_blocks = 8, 2048, 512
+    """Call each public function, on tensors of `shape` without storage."""
+    num_tokens, num_blocks = 2048, 512
     num_heads, num_kv_heads = shape.heads
 
     def new(*size: int, dtype: torch.dtype = shape.dtype) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device="meta")
 
-    query = new(num_tokens, num_heads, shape.head_size)
     pairs = new(num_blocks, 2, shape.block_size, num_kv_heads, shape.head_size)
     key_cache, value_cache = pairs.unbind(1)
-    batch = PagedBatch(
-        query_start_loc=new(num_seqs + 1, dtype=torch.int32),
-        seq_lens=new(num_seqs, dtype=torch.int32),
-        block_table=new(num_seqs, 64, dtype=torch.int32),
-        max_query_len=num_tokens,
-        max_seq_len=num_tokens,
-    )
     options = AttentionOptions(scale=shape.head_size**-0.5)
     if shape.features:
         options = replace(
@@ -124,8 +127,24 @@ def call_everything(shape: Shape) -> None:
             alibi_slopes=new(num_heads, dtype=torch.float32),
             sinks=new(num_heads),
         )
-    out = torch.empty_like(query)
-    paged_attention(query, key_cache, value_cache, batch, options, out=out)
+    for num_decodes, num_prefills, cached in STEPS:
+        query_lens = [1] * num_decodes + [1000] * num_prefills
+        num_seqs = len(query_lens)
+        batch = PagedBatch(
+            query_start_loc=new(num_seqs + 1, dtype=torch.int32),
+            seq_lens=new(num_seqs, dtype=torch.int32),
+            block_table=new(num_seqs, 64, dtype=torch.int32),
+            max_query_len=max(query_lens),
+            max_seq_len=num_tokens,
+            query_start_loc_cpu=torch.tensor([0, *query_lens]).cumsum(0).int(),
+            no_context=not cached,
+        )
+        query = new(sum(query_lens), num_heads, shape.head_size)
+        key = new(sum(query_lens), num_kv_heads, shape.head_size)
+        paged_attention(
+            query, key_cache, value_cache, batch, options,
+            out=torch.empty_like(query), key=key, value=key,
+        )  # fmt: skip
     # The other sizes compile what short and long calls use by default.
     for n in (num_tokens, 16, 8192) if shape == LLAMA else (num_tokens,):
         key = new(n, num_kv_heads, shape.head_size)

@@ -27,7 +27,7 @@ from kernel_draws import (
     draw_case,
 )
 
-from portable_backend.kernels import launch_counts, paged_attention
+from portable_backend.kernels import launch_counts, paged_attention, prefill
 
 # Decode, verification of several tokens, a chunk with context, a prefill: one batch.
 MIXED = ((1, 33), (3, 18), (20, 36), (9, 9))
@@ -235,6 +235,38 @@ def test_early_keys_that_score_far_above_the_latest(dtype, excess, device):
         inputs.key_cache[block] = excess / 8 - i / 16
         inputs.value_cache[block] *= 1e-3
     check_inputs(inputs, case)
+
+
+@pytest.mark.parametrize("pack", [1, 2])
+@pytest.mark.parametrize("context", [0, 30, 31, 32, 63, 64, 95])
+def test_ordinary_scores_need_no_second_pass(context, pack, device, monkeypatch):
+    """Every row meets itself in the edges, wherever the context ends."""
+    if device.type != "cpu":
+        pytest.skip("counts calls of a device function in the interpreter")
+    passes = []
+
+    def counted(*arguments):
+        passes.append(1)
+        return attend_tiles(*arguments)
+
+    attend_tiles = prefill._attend_tiles
+    monkeypatch.setattr(prefill, "_attend_tiles", counted)
+    case = Case(
+        20, ((100, 100 + context),), heads=(2, 1), dtype=torch.bfloat16,
+        tiles=Tiles(block_m=32, block_n=32, pack=pack),
+    )  # fmt: skip
+    check_case(case, device)
+    programs = -(-100 // (32 // pack)) * (2 // pack)
+    assert len(passes) == programs
+
+
+def test_a_sink_that_is_nan_shows(device):
+    case = Case(21, ((1, 20), (40, 40)), sinks=True, tiles=Tiles())
+    inputs = make_inputs(case, device)
+    inputs.options.sinks[0] = float("nan")
+    out = call(inputs)[: case.num_tokens]
+    assert out[:, 0].isnan().all()
+    assert not out[:, 1:].isnan().any()
 
 
 # vllm#34759, #36914, #42580, #42916: scales apply to quantised caches only.

@@ -186,8 +186,11 @@ def test_poison_in_one_request_stays_there(device):
 
 
 @pytest.mark.parametrize("window", [None, 16])
-def test_later_keys_of_the_same_request_never_leak(window, device):
-    """Row i of a prefill may not see key j > i, not even as 0 * NaN, across tiles."""
+def test_later_keys_of_the_same_request_stay_in_their_tiles(window, device):
+    """A NaN that a request's own later token brings reaches no earlier tile.
+
+    Within a tile it may: zero times a value that is not finite is none either.
+    """
     tiles = Tiles(block_m=16, block_n=16, pack=2)
     case = Case(12, ((64, 64),), heads=(2, 1), window=window, tiles=tiles)
     inputs = make_inputs(case, device)

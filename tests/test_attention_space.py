@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The config spaces of attention: never empty, and right whatever is drawn."""
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -16,7 +17,7 @@ from portable_backend.kernels.attention_space import (
     prefill_configs,
 )
 from portable_backend.kernels.config import AttentionConfig
-from portable_backend.kernels.plan import default_config
+from portable_backend.kernels.plan import StepKind, default_config
 
 CASE = Case(
     7,
@@ -79,6 +80,34 @@ def check_drawn(kernel, device, count, skip=0):
             check_inputs(inputs, (given, config))
 
 
+@pytest.mark.parametrize("arch", [a for a in ARCH_LIMITS if a != "interpreter"])
+@pytest.mark.parametrize("head_size", [64, 96, 128, 256])
+def test_every_default_is_in_its_space(head_size, arch):
+    """The interpreter's tiles only save steps of Python; nobody tunes them."""
+    info = DeviceInfo.for_arch(arch)
+    for dtype, block_size in itertools.product(
+        (torch.bfloat16, torch.float32), (16, 64)
+    ):
+        case = replace(CASE, head_size=head_size, dtype=dtype, block_size=block_size)
+        problem = problem_of(case, info)
+        configs = [
+            default_config(
+                num_queries_per_kv=4,
+                num_kv_heads=8,
+                head_size=head_size,
+                dtype=dtype,
+                block_size=block_size,
+                device=info,
+                kind=kind,
+            )
+            for kind in StepKind.within(256)
+        ]
+        for kernel, space in SPACES.items():
+            missing = {getattr(config, kernel) for config in configs}
+            missing -= set(space(problem))
+            assert not missing, (kernel, dtype, block_size)
+
+
 @pytest.mark.parametrize("kernel", SPACES)
 def test_any_drawn_config_is_right(kernel, device):
     check_drawn(kernel, device, 4)
@@ -91,7 +120,6 @@ def test_forty_drawn_configs_are_right(kernel, skip, device):
     check_drawn(kernel, device, 4, skip)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("block_size", [16, 64])
 @pytest.mark.parametrize(
     "options",
@@ -112,7 +140,17 @@ def test_new_tokens_are_read_where_nothing_is_cached(block_size, options, device
     check_inputs(inputs, case)
 
 
-@pytest.mark.gpu
+@pytest.mark.parametrize("seqs", [((40, 40), (20, 0)), ((40, 40), (20, 10))])
+def test_new_tokens_of_a_request_shorter_than_its_query(seqs, device):
+    """Padded requests and dummy runs: the last seq_len of its tokens have keys."""
+    case = replace(CASE, seqs=seqs, block_size=16)
+    inputs = make_inputs(case, device)
+    inputs.batch = replace(inputs.batch, no_context=True)
+    config = draw("merge", case, device, 1)[0]
+    inputs.config = replace(config, prefill=config.prefill.replace(LOAD="new"))
+    check_inputs(inputs, case)
+
+
 def test_garbage_behind_the_last_new_token_is_not_seen(device):
     case = replace(CASE, seqs=(*CASE.seqs, (100, 100)), block_size=16, spare_rows=70)
     inputs = make_inputs(case, device)
@@ -123,7 +161,6 @@ def test_garbage_behind_the_last_new_token_is_not_seen(device):
     check_inputs(inputs, case)
 
 
-@pytest.mark.gpu
 def test_a_broken_promise_of_no_context_gives_nan(device):
     case = replace(CASE, seqs=((100, 300),))
     inputs = make_inputs(case, device)

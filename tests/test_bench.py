@@ -190,6 +190,7 @@ def test_labels_can_be_listed_where_there_is_no_gpu(capsys):
         (["--suites", "norm,speed"], "must name some of copy, matmul, .* got speed"),
         (["--impls", "fa5"], "must name some of .* got fa5"),
         (["--rows", "no such row", "--list"], "--rows 'no such row' is in no label"),
+        (["--json", "no/such/folder/b.json"], "b.json: no file can be written there"),
         (["--device", "abacus"], "--device abacus: "),
         (["--device", "meta"], "device must be cuda"),
     ],

@@ -107,6 +107,14 @@ ATTENTION = {
         tensor(out=lambda t: t[:, :2]),
         ("out", "[13, 2, 64]", "resize"),
     ),
+    "out is expanded": (
+        tensor(out=lambda t: t[:, :1].expand(-1, 4, -1)),
+        ("out", "0, 1)", "expand"),
+    ),
+    "seq_lens has no axis": (
+        batch(seq_lens=lambda t: t[0]),
+        ("seq_lens", "[]", "reshape"),
+    ),
     "out is fp32": (tensor(out=lambda t: t.float()), ("out", "torch.float32", "conv")),
     "key cache is 3-D": (
         tensor(key_cache=lambda t: t[0]),
@@ -173,6 +181,7 @@ ATTENTION = {
         batch(block_table=lambda t: t.repeat(1, 2)[:, ::2]),
         ("block_table", "2)", "contiguous"),
     ),
+    "scale is tiny": (options(scale=1e-30), ("scale", "1e-30", "head_size")),
     "scale is zero": (options(scale=0.0), ("scale", "0.0", r"head_size \*\* -0.5")),
     "scale is negative": (options(scale=-1.0), ("scale", "-1.0", "head_size")),
     "scale is NaN": (options(scale=float("nan")), ("scale", "nan", "head_size")),
@@ -314,7 +323,9 @@ NORM = {
     "out is strided": ("out", last_axis_strided, "2)", "contiguous"),
     "residual_out is fp16": ("residual_out", lambda t: t.half(), "float16", "."),
     "residual_out is strided": ("residual_out", last_axis_strided, "2)", "contig"),
+    "out is expanded": ("out", lambda t: t[:1].expand(5, -1), "(0, 1)", "expand"),
 }
+FALLING = torch.tensor([9, 5], dtype=torch.int32)
 
 
 @pytest.mark.parametrize("what", NORM)
@@ -324,6 +335,17 @@ def test_rms_norm_refuses(what, device):
     inputs[name] = change(inputs[name])
     x, weight = inputs.pop("x"), inputs.pop("weight")
     refused(name, given, lambda: rms_norm(x, weight, 1e-6, **inputs), device, remedy)
+
+
+def test_rms_norm_refuses_one_tensor_for_both_results(device):
+    x = torch.ones(2, 64, device=device)
+    refused(
+        "residual_out",
+        "out",
+        lambda: rms_norm(x, None, 1e-6, residual=x.clone(), out=x, residual_out=x),
+        device,
+        "two tensors",
+    )
 
 
 def test_rms_norm_refuses_residual_out_without_residual(device):
@@ -455,12 +477,23 @@ def test_cpu_tensors_without_the_interpreter_name_the_variable(what):
 @pytest.mark.parametrize(
     ("name", "given", "spoil"),
     [
-        ("query_start_loc", "0 to 40", lambda b: b.query_start_loc[-1:].fill_(40)),
+        ("query_start_loc", "1, 40]", lambda b: b.query_start_loc[-1:].fill_(40)),
+        ("query_start_loc", "9, 5]", lambda b: b.query_start_loc[1:].copy_(FALLING)),
+        ("max_query_len", "12", lambda b: b.query_start_loc[1:2].fill_(0)),
+        ("seq_lens", "-5", lambda b: b.seq_lens[1:].fill_(-5)),
         ("seq_lens", "3000", lambda b: b.seq_lens[1:].fill_(3000)),
         ("block_table", "to 99", lambda b: b.block_table[0, :1].fill_(99)),
         ("block_table", "-1 to", lambda b: b.block_table[1, :1].fill_(-1)),
     ],
-    ids=["rows", "columns", "block", "negative block"],
+    ids=[
+        "rows",
+        "falling",
+        "longest",
+        "negative",
+        "columns",
+        "block",
+        "negative block",
+    ],
 )
 def test_numbers_on_a_cpu_that_lead_out_of_bounds(name, given, spoil, planned, device):
     if device.type != "cpu":

@@ -58,6 +58,7 @@ def make_tensors(device, tokens=13):
         {"dtype": torch.int32},
         {"sliding_window": 0},
         {"sliding_window": 2.5},
+        {"sliding_window": 2**31 - 1},
         {"max_num_seqs": -1},
         {"max_num_tokens": -5},
         {"max_decode_query_len": 0},
@@ -76,6 +77,9 @@ def test_planner_names_the_number_that_is_out_of_range(change, device):
         ("prefill", {"PACK": -1}),
         ("prefill", {"PACK": "2"}),
         ("prefill", {"BLOCK_N": 48}),
+        ("prefill", {"BLOCK_N": 8}),
+        ("prefill", {"BLOCK_N": True}),
+        ("decode", {"CTAS_PER_UNIT": 10**6}),
         ("prefill", {"LOAD": "tma"}),
         ("decode", {"CTAS_PER_UNIT": -1}),
         ("decode", {"BLOCK_N": 0}),
@@ -94,6 +98,31 @@ def refuses(match, call, device):
     with pytest.raises(ValueError, match=match):
         call()
     assert launch_counts(device) == before, "launched before the refusal"
+
+
+@pytest.mark.parametrize(
+    ("starts", "given"),
+    [
+        ([0, 3], "list"),
+        (torch.tensor([0, 3], dtype=torch.int32), r"\[2\]"),
+        (torch.tensor([0.0, 1.0, 13.0]), "torch.float32"),
+        (torch.tensor([[0, 1, 13]], dtype=torch.int32), r"\[1, 3\]"),
+    ],
+    ids=["list", "short", "float", "2-D"],
+)
+def test_a_host_copy_of_another_kind_is_refused(starts, given, device):
+    batch = replace(make_batch(device), query_start_loc_cpu=starts)
+    planner = make_planner(device)
+    refuses(f"query_start_loc_cpu.*{given}", lambda: planner.plan(batch, 13), device)
+
+
+def test_a_host_copy_with_other_numbers_is_refused_on_a_cpu(device):
+    if device.type != "cpu":
+        pytest.skip("a GPU's numbers are not waited for")
+    batch = make_batch(device)
+    batch = replace(batch, query_start_loc_cpu=torch.zeros_like(batch.query_start_loc))
+    planner = make_planner(device)
+    refuses("query_start_loc_cpu.*equal", lambda: planner.plan(batch, 13), device)
 
 
 def test_a_plan_of_another_step_is_refused(device):

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--suites", default=",".join(SUITES), help="comma list (default: all)")
     add("--rows", default="", help="only rows whose label contains this text")
     add("--impls", help=f"comma list of {', '.join(NAMES)} (default: the usual ones)")
-    add("--rounds", type=_positive, default=12, help="timed spans of about 1 ms each")
+    add("--rounds", type=_positive, default=12, help="timed turns of about 10 ms each")
     add("--budget-s", type=float, help="start no row after this many seconds")
     add("--json", type=Path, metavar="FILE", help="write all figures there")
     add("--markdown", type=Path, metavar="FILE", help="write tables there")
@@ -101,6 +101,9 @@ def run(args: argparse.Namespace, arguments: list[str]) -> int:
     """
     started = time.monotonic()
     suites = _chosen("suites", args.suites, SUITES)
+    for path in filter(None, (args.json, args.markdown)):
+        if path.is_dir() or not path.absolute().parent.is_dir():
+            raise UsageError(f"{path}: no file can be written there")
     impls = None if args.impls is None else _chosen("impls", args.impls, tuple(NAMES))
     # vLLM's log would mix with the result on stdout.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
