@@ -99,6 +99,7 @@ class NewTokenDescriptorMaker:
         self._heads = list(new.shape[1:])
         self._strides = list(new.stride())
         self._tile = [tile[0], 1, tile[1]]
+        self._made = Bindings(1024)
 
     def __call__(self, new: torch.Tensor, direct: bool) -> Any:
         """Describe [num_tokens, num_kv_heads, head_size].
@@ -107,8 +108,18 @@ class NewTokenDescriptorMaker:
             new: the tensor.
             direct: for a direct launch, which needs its address only.
         """
+        if not direct:
+            return self._describe(new, new.shape[0])
+        # Allocators hand the same memory to layer after layer.
+        key = (new.data_ptr(), new.shape[0])
+        descriptor = self._made.get(key)
+        if descriptor is None:
+            descriptor = self._describe(_Memory(key[0], new.dtype), key[1])
+            self._made[key] = descriptor
+        return descriptor
+
+    def _describe(self, base: Any, num_tokens: int) -> Any:
         from triton.tools.tensor_descriptor import TensorDescriptor
 
-        base: Any = _Memory(new.data_ptr(), new.dtype) if direct else new
-        shape = [new.shape[0], *self._heads]
+        shape = [num_tokens, *self._heads]
         return TensorDescriptor(base, shape, self._strides, self._tile)

@@ -4,6 +4,7 @@
 
     python -P scripts/cross_compile.py                     # all targets
     python -P scripts/cross_compile.py --targets sm90 gfx942 --shapes all --json FILE
+    python -P scripts/cross_compile.py --draw 10           # configs from the spaces
 
 The public functions are called on tensors without storage while launches are recorded
 instead of run, so each kernel is compiled with the arguments it is launched with. One
@@ -17,6 +18,7 @@ import contextlib
 import json
 import os
 import queue
+import random
 import re
 import subprocess
 import sys
@@ -49,6 +51,14 @@ from portable_backend.kernels import (
     write_kv_cache,
 )
 from portable_backend.kernels._direct import Bindings
+from portable_backend.kernels.attention_space import (
+    AttentionProblem,
+    decode_configs,
+    merge_configs,
+    prefill_configs,
+)
+from portable_backend.kernels.config import AttentionConfig
+from portable_backend.kernels.plan import default_config
 
 TARGETS = (
     "sm80",
@@ -87,6 +97,11 @@ STEPS = (
     (4, 2, True),
     (4, 2, False),
 )
+SPACES = {
+    "prefill": prefill_configs,
+    "decode": decode_configs,
+    "merge": merge_configs,
+}
 LLAMA = Shape("d128 page16")
 SHAPES = {
     "few": (
@@ -108,8 +123,13 @@ SHAPES["all"] = (
 )
 
 
-def call_everything(shape: Shape) -> None:
-    """Call each public function, on tensors of `shape` without storage."""
+def call_everything(shape: Shape, draw: int = 0) -> None:
+    """Call each public function, on tensors of `shape` without storage.
+
+    Args:
+        shape: model geometry.
+        draw: configs of each attention kernel to take from its space, too.
+    """
     num_tokens, num_blocks = 2048, 512
     num_heads, num_kv_heads = shape.heads
 
@@ -127,7 +147,13 @@ def call_everything(shape: Shape) -> None:
             alibi_slopes=new(num_heads, dtype=torch.float32),
             sinks=new(num_heads),
         )
-    for num_decodes, num_prefills, cached in STEPS:
+
+    def attend(
+        num_decodes: int,
+        num_prefills: int,
+        cached: bool,
+        config: AttentionConfig | None = None,
+    ) -> None:
         query_lens = [1] * num_decodes + [1000] * num_prefills
         num_seqs = len(query_lens)
         batch = PagedBatch(
@@ -143,8 +169,13 @@ def call_everything(shape: Shape) -> None:
         key = new(sum(query_lens), num_kv_heads, shape.head_size)
         paged_attention(
             query, key_cache, value_cache, batch, options,
-            out=torch.empty_like(query), key=key, value=key,
+            out=torch.empty_like(query), key=key, value=key, config=config,
         )  # fmt: skip
+
+    for step in STEPS:
+        attend(*step)
+    for config in draw_configs(shape, draw):
+        attend(4, 2, config.prefill["LOAD"] != "new", config)
     # The other sizes compile what short and long calls use by default.
     for n in (num_tokens, 16, 8192) if shape == LLAMA else (num_tokens,):
         key = new(n, num_kv_heads, shape.head_size)
@@ -157,7 +188,29 @@ def call_everything(shape: Shape) -> None:
         rms_norm(query, new(shape.head_size), 1e-6)  # q-norm
 
 
-def launched_kernels(arch: str, shape: Shape) -> list[tuple[JITFunction, dict]]:
+def draw_configs(shape: Shape, count: int) -> Iterator[AttentionConfig]:
+    """`count` configs for each kernel, others at their defaults; always the same."""
+    info = DeviceInfo.detect(torch.device("meta"))
+    geometry: dict[str, Any] = {
+        "num_queries_per_kv": shape.heads[0] // shape.heads[1],
+        "head_size": shape.head_size,
+        "block_size": shape.block_size,
+        "device": info,
+    }
+    base = default_config(dtype=shape.dtype, **geometry)
+    problem = AttentionProblem(element_size=shape.dtype.itemsize, **geometry)
+    for name, space_of in SPACES.items():
+        space = list(space_of(problem))
+        picked = random.Random(f"{info.arch} {shape.name}").sample(
+            space, min(count, len(space))
+        )
+        for config in picked:
+            yield replace(base, **{name: config})
+
+
+def launched_kernels(
+    arch: str, shape: Shape, draw: int
+) -> list[tuple[JITFunction, dict]]:
     """(kernel, arguments by name) of each launch that `shape` needs on `arch`."""
     launches: list[tuple[JITFunction, dict]] = []
 
@@ -172,7 +225,7 @@ def launched_kernels(arch: str, shape: Shape) -> list[tuple[JITFunction, dict]]:
         stack.enter_context(mock.patch.object(JITFunction, "run", record))
         for function in (write_kv_cache, rms_norm):
             _forget_lookups(sys.modules[function.__module__])
-        call_everything(shape)
+        call_everything(shape, draw)
     return launches
 
 
@@ -239,11 +292,11 @@ def source_of(
     return source, options
 
 
-def jobs_for(arch: str, shapes: tuple[Shape, ...]) -> list[dict[str, Any]]:
+def jobs_for(arch: str, shapes: tuple[Shape, ...], draw: int) -> list[dict[str, Any]]:
     """Distinct compilations of a target: name, shape, source, options."""
     jobs: dict[str, dict[str, Any]] = {}
     for shape in shapes:
-        for fn, arguments in launched_kernels(arch, shape):
+        for fn, arguments in launched_kernels(arch, shape, draw):
             source, options = source_of(fn, arguments)
             name = fn.__name__.removeprefix("_").removesuffix("_kernel")
             jobs.setdefault(
@@ -321,9 +374,9 @@ def over_limit(row: dict[str, Any]) -> str | None:
     return None
 
 
-def work(arch: str, shapes: tuple[Shape, ...], skip: int) -> None:
+def work(arch: str, shapes: tuple[Shape, ...], draw: int, skip: int) -> None:
     """Child process: compile the jobs from number `skip` on, one JSON line each."""
-    for job in jobs_for(arch, shapes)[skip:]:
+    for job in jobs_for(arch, shapes, draw)[skip:]:
         label = {"kernel": job["kernel"], "shape": job["shape"]}
         print(json.dumps({"starts": label}), flush=True)
         try:
@@ -334,12 +387,15 @@ def work(arch: str, shapes: tuple[Shape, ...], skip: int) -> None:
         print(json.dumps(row), flush=True)
 
 
-def compile_target(arch: str, shapes: str, limit_s: float) -> Iterator[dict[str, Any]]:
+def compile_target(
+    arch: str, shapes: str, draw: int, limit_s: float
+) -> Iterator[dict[str, Any]]:
     """Run children until each job has a row; an abort or a hang is a row too."""
     done = 0
     while True:
         command = [sys.executable, *(["-P"] if sys.flags.safe_path else []), __file__]
         command += ["--child", arch, "--skip", str(done), "--shapes", shapes]
+        command += ["--draw", str(draw)]
         child = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
@@ -383,7 +439,7 @@ def _pump(child: subprocess.Popen[str], lines: "queue.Queue[str | None]") -> Non
 
 
 def compile_all(
-    targets: list[str], shapes: str, limit_s: float, num_workers: int
+    targets: list[str], shapes: str, draw: int, limit_s: float, num_workers: int
 ) -> list[dict[str, Any]]:
     """Rows of all targets, `num_workers` targets at a time."""
     rows: list[dict[str, Any]] = []
@@ -395,7 +451,7 @@ def compile_all(
                 arch = waiting.pop()
             except IndexError:
                 return
-            for row in compile_target(arch, shapes, limit_s):
+            for row in compile_target(arch, shapes, draw, limit_s):
                 if "error" not in row and (reason := over_limit(row)):
                     row["error"] = reason
                 rows.append(row)
@@ -429,6 +485,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--targets", nargs="+", default=list(TARGETS), metavar="ARCH")
     parser.add_argument("--shapes", choices=list(SHAPES), default="few")
+    parser.add_argument(
+        "--draw",
+        type=int,
+        default=0,
+        metavar="N",
+        help="also N configs of each attention kernel, drawn from its space",
+    )
     parser.add_argument("--limit-s", type=float, default=60, help="for one kernel")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -436,13 +499,13 @@ def main() -> int:
     parser.add_argument("--skip", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        work(args.child, SHAPES[args.shapes], args.skip)
+        work(args.child, SHAPES[args.shapes], args.draw, args.skip)
         return 0
     targets = [target.replace("sm_", "sm") for target in args.targets]
     for target in targets:
         DeviceInfo.for_arch(target)
     start = time.perf_counter()
-    rows = compile_all(targets, args.shapes, args.limit_s, args.workers)
+    rows = compile_all(targets, args.shapes, args.draw, args.limit_s, args.workers)
     missing = {
         (target, name)
         for target in targets
