@@ -118,7 +118,7 @@ def _common_metadata(inputs: Inputs) -> Any:
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
     shape = inputs.shape
-    return CommonAttentionMetadata(
+    common = CommonAttentionMetadata(
         query_start_loc=inputs.query_start_loc,
         query_start_loc_cpu=inputs.query_start_loc.cpu(),
         seq_lens=inputs.seq_lens,
@@ -132,6 +132,8 @@ def _common_metadata(inputs: Inputs) -> Any:
         ),
         causal=True,
     )
+    common.seq_lens_cpu_upper_bound = inputs.seq_lens.cpu()  # as every engine step has
+    return common
 
 
 def _cache_write(settings: Settings) -> Makers:
