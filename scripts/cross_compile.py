@@ -388,7 +388,7 @@ def work(arch: str, shapes: tuple[Shape, ...], draw: int, skip: int) -> None:
 
 
 def compile_target(
-    arch: str, shapes: str, draw: int, limit_s: float
+    arch: str, shapes: str, limit_s: float, draw: int = 0
 ) -> Iterator[dict[str, Any]]:
     """Run children until each job has a row; an abort or a hang is a row too."""
     done = 0
@@ -439,7 +439,7 @@ def _pump(child: subprocess.Popen[str], lines: "queue.Queue[str | None]") -> Non
 
 
 def compile_all(
-    targets: list[str], shapes: str, draw: int, limit_s: float, num_workers: int
+    targets: list[str], shapes: str, limit_s: float, num_workers: int, draw: int = 0
 ) -> list[dict[str, Any]]:
     """Rows of all targets, `num_workers` targets at a time."""
     rows: list[dict[str, Any]] = []
@@ -451,7 +451,7 @@ def compile_all(
                 arch = waiting.pop()
             except IndexError:
                 return
-            for row in compile_target(arch, shapes, draw, limit_s):
+            for row in compile_target(arch, shapes, limit_s, draw):
                 if "error" not in row and (reason := over_limit(row)):
                     row["error"] = reason
                 rows.append(row)
@@ -505,7 +505,7 @@ def main() -> int:
     for target in targets:
         DeviceInfo.for_arch(target)
     start = time.perf_counter()
-    rows = compile_all(targets, args.shapes, args.draw, args.limit_s, args.workers)
+    rows = compile_all(targets, args.shapes, args.limit_s, args.workers, args.draw)
     missing = {
         (target, name)
         for target in targets
