@@ -43,7 +43,7 @@ def _key_tiles(
 )
 def _plan_kernel(
     # outputs
-    header_ptr, items_ptr, splits_ptr, tiles_ptr, counts_ptr,
+    header_ptr, items_ptr, splits_ptr, tiles_ptr, counts_ptr, arrivals_ptr,
     # inputs
     query_start_loc_ptr, seq_lens_ptr,
     # sizes; requests with at most decode_query_len query tokens are decodes
@@ -52,6 +52,7 @@ def _plan_kernel(
     HAS_WINDOW: tl.constexpr, SPLIT: tl.constexpr, PREFILL: tl.constexpr,
     BLOCK_N: tl.constexpr, MIN_CHUNK: tl.constexpr, TILE_TOKENS: tl.constexpr,
     BLOCK_SEQS: tl.constexpr, RANK_SEQS: tl.constexpr, BLOCK_TILES: tl.constexpr,
+    ARRIVALS: tl.constexpr,
 ):  # fmt: skip
     """Grid (num_seqs, blocks of BLOCK_TILES prefill tiles): one request each."""
     count_launch(counts_ptr, COUNT_PLAN)
@@ -130,6 +131,9 @@ def _plan_kernel(
             tl.store(item + 4, q_start, mask=ok)
             tl.store(item + 5, query_len, mask=ok)
             tl.store(item + 6, seq_len, mask=ok)
+        # Left at zero by the last layer, unless something ended it half way.
+        arrivals = tl.zeros([ARRIVALS], tl.int32)
+        tl.store(arrivals_ptr + seq * ARRIVALS + tl.arange(0, ARRIVALS), arrivals)
         tl.store(splits_ptr + 2 * seq, slots_before)
         tl.store(splits_ptr + 2 * seq + 1, tl.where(num_parts > 1, num_parts, 0))
         if seq == num_seqs - 1:

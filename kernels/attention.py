@@ -232,7 +232,7 @@ class _Step:
         )
         # All of the step that decides which binaries are launched.
         self.kinds = (
-            plan.choice.number, plan.num_items > 0, plan.may_split,
+            plan.choice.number, plan.num_items > 0, plan.merges,
             plan.num_tiles > 0, plan.block_m,
             *(pointer_class(tensor) for tensor in self.tensors),
         )  # fmt: skip
@@ -384,6 +384,7 @@ def _bind(
         "BLOCK_M": plan.block_m,
         "BLOCK_N": config.decode["BLOCK_N"],
         "LOAD": decode_load,
+        "MERGE": config.decode["MERGE"],
         "NUM_STAGES": config.decode["num_stages"],
         "OVERLAP": overlap,
     }
@@ -420,7 +421,7 @@ def _bind(
             float(softcap * LOG2E) if softcap else 0.0,
         ),
         launches=launches,
-        needed=(plan.num_items > 0, plan.may_split, plan.num_tiles > 0),
+        needed=(plan.num_items > 0, plan.merges, plan.num_tiles > 0),
         decode_descriptors=decode_descriptors,
         prefill_descriptors=prefill_descriptors,
         new_descriptors=new_descriptors,
@@ -461,7 +462,7 @@ def _launch(
     Decode waits for nothing that prefill does: it may start where that leaves room.
     """
     out, query, key_cache, value_cache, table, starts, sinks, slopes = pointers
-    header, items, splits, tiles, counts, partial, lse = buffers
+    header, items, splits, tiles, counts, arrivals, partial, lse = buffers
     planner = plan.planner
     if plan.num_tiles:
         caches = (key_cache, value_cache)
@@ -487,10 +488,11 @@ def _launch(
         binding.decode(
             stream, plan.num_items * planner.num_kv_heads, plan.row_blocks,
             (out, partial, lse, query, *caches, table, sinks, slopes,
-             header, items, counts, *binding.strides, step.stride_table, num_rows,
+             header, items, splits, arrivals, counts, *binding.strides,
+             step.stride_table, num_rows,
              *binding.scalars),
         )  # fmt: skip
-        if plan.may_split:
+        if plan.merges:
             rows = plan.decode_query_len * planner.num_query_heads
             binding.merge(
                 stream, plan.num_seqs, rows,

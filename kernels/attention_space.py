@@ -159,10 +159,13 @@ def decode_configs(problem: AttentionProblem) -> Iterator[KernelConfig]:
         lanes = num_warps * device.limits.warp_size
         if on_gpu and 16 * (padded + block_n) / lanes > 160:
             continue
-        for load in problem.loads(block_n):
+        for load, merge in itertools.product(
+            problem.loads(block_n), ("kernel", "last")
+        ):
             yield KernelConfig.of(
                 BLOCK_N=block_n,
                 LOAD=load,
+                MERGE=merge,
                 CTAS_PER_UNIT=ctas,
                 MIN_CHUNK=min_chunk,
                 num_warps=num_warps,

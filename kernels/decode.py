@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from portable_backend.device import DeviceInfo
+from portable_backend.kernels._jit import device_function
 from portable_backend.kernels._launch import COUNT_DECODE, COUNT_MERGE, count_launch
 from portable_backend.kernels._numerics import round_to
 from portable_backend.kernels._softmax import (
@@ -66,6 +67,7 @@ def default_config(
             LOAD="pointer",
             CTAS_PER_UNIT=0,
             MIN_CHUNK=1,
+            MERGE="kernel",
             num_warps=1,
             num_stages=1,
         )
@@ -108,6 +110,7 @@ def default_config(
         LOAD=load,
         CTAS_PER_UNIT=ctas,
         MIN_CHUNK=2,
+        MERGE="kernel",
         num_warps=num_warps,
         num_stages=num_stages,
         matrix_instr_nonkdim=16,
@@ -127,6 +130,38 @@ def default_merge_config(*, device: DeviceInfo) -> KernelConfig:
     return KernelConfig.of(BLOCK_SPLITS=8, num_warps=1, launch_pdl=early or None)
 
 
+@device_function
+def _merge_rows(
+    partial_ptr, lse_ptr, first_slot, num_splits, kv_head, num_rows, row, row_mask,
+    NUM_KV_HEADS: tl.constexpr, BLOCK_M: tl.constexpr, HEAD_SIZE_PADDED: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_M, HEAD_SIZE_PADDED] results of rows whose parts all lie in memory.
+
+    Past the first-level cache, which knows nothing of what other units wrote.
+    """
+    offs_d = tl.arange(0, HEAD_SIZE_PADDED)
+    m_i = tl.full([BLOCK_M], MASKED, tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, HEAD_SIZE_PADDED], tl.float32)
+    for slot in tl.range(first_slot, first_slot + num_splits, loop_unroll_factor=4):
+        part = (slot * NUM_KV_HEADS + kv_head).to(tl.int64) * num_rows + row
+        lse = tl.load(lse_ptr + part, mask=row_mask, other=MASKED, cache_modifier=".cg")
+        values = tl.load(
+            partial_ptr + part[:, None] * HEAD_SIZE_PADDED + offs_d[None, :],
+            mask=row_mask[:, None],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        m_new = tl.maximum(m_i, lse)
+        # A part in which the row saw nothing has lse MASKED and weighs nothing.
+        weight = tl.where(lse > MASKED, tl.math.exp2(lse - m_new), 0.0)
+        alpha = tl.math.exp2(m_i - m_new)
+        acc = acc * alpha[:, None] + values * weight[:, None]
+        l_i = l_i * alpha + weight
+        m_i = m_new
+    return acc * tl.where(l_i > 0, 1.0 / l_i, 0.0)[:, None]
+
+
 @triton.jit(do_not_specialize=["stride_table", "window", "num_rows"])
 def _decode_kernel(
     # outputs
@@ -136,7 +171,7 @@ def _decode_kernel(
     query_ptr, key_cache, value_cache,
     block_table_ptr, sinks_ptr, slopes_ptr,
     # plan
-    header_ptr, items_ptr, counts_ptr,
+    header_ptr, items_ptr, splits_ptr, arrivals_ptr, counts_ptr,
     # strides, in elements
     stride_out_token, stride_out_head, stride_q_token, stride_q_head,
     stride_k_block, stride_k_slot, stride_k_head,
@@ -154,7 +189,7 @@ def _decode_kernel(
     EMULATE_BF16: tl.constexpr,
     # tile
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LOAD: tl.constexpr,
-    NUM_STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+    MERGE: tl.constexpr, NUM_STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     count_launch(counts_ptr, COUNT_DECODE)
     if OVERLAP:  # noqa: SIM102  a constexpr must stand alone
@@ -249,15 +284,8 @@ def _decode_kernel(
         acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
 
     acc = acc * tl.where(l_i > 0, 1.0 / l_i, 0.0)[:, None]
-    if slot < 0:
-        rows_out = (q_start + token).to(tl.int64) * stride_out_token
-        rows_out += head * stride_out_head
-        tl.store(
-            out_ptr + rows_out[:, None] + offs_d[None, :],
-            round_to(acc, out_ptr.dtype.element_ty, EMULATE_BF16),
-            mask=io_mask,
-        )
-    else:
+    finished = slot < 0
+    if slot >= 0:
         part = (slot * NUM_KV_HEADS + kv_head).to(tl.int64) * num_rows + row
         tl.store(
             partial_ptr + part[:, None] * HEAD_SIZE_PADDED + offs_d[None, :],
@@ -266,6 +294,30 @@ def _decode_kernel(
         )
         lse = tl.where(l_i > 0, m_i + tl.math.log2(tl.maximum(l_i, 1.0e-38)), MASKED)
         tl.store(lse_ptr + part, lse, mask=row_mask)
+        if MERGE == "last":
+            # Whoever comes last merges, always in the order of the parts. All of this
+            # program's stores are behind the barrier, and so ahead of the release.
+            tl.debug_barrier()
+            first_slot = tl.load(splits_ptr + 2 * seq)
+            num_splits = tl.load(splits_ptr + 2 * seq + 1)
+            place = (seq * NUM_KV_HEADS + kv_head) * tl.num_programs(1)
+            place += tl.program_id(1)
+            arrived = tl.atomic_add(arrivals_ptr + place, 1, sem="acq_rel", scope="gpu")
+            finished = arrived == num_splits - 1
+            if finished:
+                tl.store(arrivals_ptr + place, 0)  # for the next layer
+                acc = _merge_rows(
+                    partial_ptr, lse_ptr, first_slot, num_splits, kv_head, num_rows,
+                    row, row_mask, NUM_KV_HEADS, BLOCK_M, HEAD_SIZE_PADDED,
+                )  # fmt: skip
+    if finished:
+        rows_out = (q_start + token).to(tl.int64) * stride_out_token
+        rows_out += head * stride_out_head
+        tl.store(
+            out_ptr + rows_out[:, None] + offs_d[None, :],
+            round_to(acc, out_ptr.dtype.element_ty, EMULATE_BF16),
+            mask=io_mask,
+        )
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -95,6 +95,7 @@ class Buffers(NamedTuple):
     splits: Any
     tiles: Any
     counts: Any
+    arrivals: Any
     partial: Any
     lse: Any
 
@@ -129,7 +130,7 @@ class AttentionPlan:
     decode_query_len: int
     num_items: int  # upper bounds
     num_tiles: int
-    may_split: bool
+    merges: bool
     row_blocks: int
     block_m: int
     no_context: bool
@@ -314,6 +315,10 @@ class AttentionPlanner:
         self.header = ints(2)
         self.items = ints(max(1, most_targets + self.max_num_seqs), 8)
         self.splits = ints(self.max_num_seqs, 2)
+        # Parts of a request's heads and rows that are done, for whoever merges them.
+        row_blocks = max(n for c in choices for n, _, _ in c.grids.values())
+        places = triton.next_power_of_2(self.num_kv_heads * row_blocks)
+        self.arrivals = ints(self.max_num_seqs, places)
         most_tiles = max(
             self.max_num_tokens // choice.tile_tokens + self.max_num_seqs
             for choice in choices
@@ -325,7 +330,7 @@ class AttentionPlanner:
         self.lse = torch.empty(rows, dtype=torch.float32, device=self.device)
         self.buffers = Buffers(
             self.header, self.items, self.splits, self.tiles, self.counts,
-            self.partial, self.lse,
+            self.arrivals, self.partial, self.lse,
         )  # fmt: skip
         self.addresses = Buffers(*(buffer.data_ptr() for buffer in self.buffers))
 
@@ -333,7 +338,7 @@ class AttentionPlanner:
     def workspace_bytes(self) -> int:
         """Device memory that this planner holds."""
         buffers = [self.header, self.items, self.splits, self.tiles]
-        buffers += [self.partial, self.lse]
+        buffers += [self.arrivals, self.partial, self.lse]
         return sum(t.numel() * t.element_size() for t in buffers)
 
     def plan(self, batch: PagedBatch, num_tokens: int) -> PagedBatch:
@@ -386,13 +391,13 @@ class AttentionPlanner:
             decode_query_len=decode_query_len,
             num_items=num_decodes + target if can_split else num_decodes,
             num_tiles=num_tiles,
-            may_split=can_split,
+            merges=can_split and choice.config.decode["MERGE"] == "kernel",
             row_blocks=row_blocks,
             block_m=block_m,
             no_context=batch.no_context,
         )
         if num_decodes == 0:
-            plan.num_items, plan.may_split = 0, False
+            plan.num_items, plan.merges = 0, False
         if num_seqs:
             tile_blocks = 1
             if has_prefill:
@@ -430,7 +435,7 @@ class AttentionPlanner:
         )  # fmt: skip
         launch(
             stream, plan.num_seqs, tile_blocks,
-            (*buffers[:5], *inputs, *sizes),
+            (*buffers[:6], *inputs, *sizes),
         )  # fmt: skip
 
     def _make_launch(self, choice: Choice, has_prefill: bool) -> Launch:
@@ -445,6 +450,7 @@ class AttentionPlanner:
             "BLOCK_SEQS": BLOCK_SEQS,
             "RANK_SEQS": RANK_SEQS,
             "BLOCK_TILES": BLOCK_TILES,
+            "ARRIVALS": self.arrivals.shape[1],
         }
         return Launch(_plan_kernel, constants, {}, self.gate)
 

@@ -36,6 +36,7 @@ class Tiles:
     pack: int = 1
     decode_block_n: int = 16
     programs_per_unit: int = 64  # 0: keys are never split
+    merge: str = "kernel"
 
     def config(self, default: AttentionConfig) -> AttentionConfig:
         return AttentionConfig(
@@ -50,6 +51,7 @@ class Tiles:
             decode=default.decode.replace(
                 BLOCK_N=self.decode_block_n,
                 CTAS_PER_UNIT=self.programs_per_unit,
+                MERGE=self.merge,
                 MIN_CHUNK=1,
                 num_warps=4,
                 num_stages=1,

@@ -113,6 +113,7 @@ def _draw_tiles(rng: random.Random, queries_per_kv: int) -> Tiles:
         pack=rng.choice(packs),
         decode_block_n=rng.choice((16, 32)),
         programs_per_unit=rng.choice((0, 8, 64)),
+        merge=rng.choice(("kernel", "last")),
     )
 
 

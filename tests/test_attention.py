@@ -287,22 +287,43 @@ def test_repeating_a_call_gives_the_same_bits(device):
         assert torch.equal(bits(call(inputs)), bits(expected))
 
 
+@pytest.mark.parametrize("merge", ["kernel", "last"])
 @pytest.mark.parametrize("queries_per_kv", [1, 5, 48])
-def test_splitting_the_keys_does_not_change_the_result(queries_per_kv, device):
+def test_splitting_the_keys_does_not_change_the_result(queries_per_kv, merge, device):
     """Same batch whole and cut into as many parts as there are tiles."""
     seqs = ((1, 150), (2, 123), (1, 16), (1, 0), (1, 77))
     whole = Case(17, seqs, heads=(queries_per_kv, 1), tiles=Tiles(programs_per_unit=0))
-    cut = replace(whole, tiles=Tiles(programs_per_unit=4096))
+    cut = replace(whole, tiles=Tiles(programs_per_unit=4096, merge=merge))
     results = []
     for case in (whole, cut):
         inputs = make_inputs(case, device)
         before = launch_counts(device)["merge"]
         results.append(call(inputs).clone())
         merges = launch_counts(device)["merge"] - before
-        assert merges == (1 if case is cut else 0)
+        assert merges == (1 if case is cut and merge == "kernel" else 0)
     oracle, same_dtype = references(make_inputs(whole, device))
     for result in results:
         assert_close(result, oracle, same_dtype, "whole, then cut")
+
+
+def test_whoever_merges_the_result_has_the_same_bits(device):
+    """The order of the parts is fixed, that of their arrival is not."""
+    seqs = ((1, 700), (2, 123), (1, 333), (1, 0), (3, 1000), *((1, 90),) * 9)
+    case = Case(18, seqs, heads=(8, 2), tiles=Tiles(merge="last"), planned=True)
+    inputs = make_inputs(case, device)
+    expected = call(inputs).clone()
+    for _ in range(2 if device.type == "cpu" else 300):
+        inputs.out.fill_(float("nan"))
+        assert torch.equal(bits(call(inputs)), bits(expected))
+    assert not inputs.planner.arrivals.any()
+    check_inputs(inputs, case)
+
+
+def test_arrivals_that_a_dead_launch_left_count_for_nothing(device):
+    case = Case(18, ((1, 300), (1, 200)), tiles=Tiles(merge="last"), planned=True)
+    inputs = make_inputs(case, device)
+    inputs.planner.arrivals.fill_(1)
+    check_inputs(inputs, case)
 
 
 # vllm#44652, #32671: verification of several tokens missed the split path.
