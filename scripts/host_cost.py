@@ -45,6 +45,10 @@ caches, norms, plans = (
 )
 
 
+# What the planner's default takes for a decode.
+MAX_DECODE_QUERY_LEN = 8
+
+
 @dataclass(frozen=True)
 class Shape:
     """One attention call; offsets are elements behind an aligned address."""
@@ -121,6 +125,9 @@ def attention_calls(
         block_table=table.view(num_seqs, width),
         max_query_len=max(lens),
         max_seq_len=max(ends),
+        # As the back end gives them: with prefills only, which no graph captures.
+        query_start_loc_cpu=starts if max(lens) > MAX_DECODE_QUERY_LEN else None,
+        no_context=max(lens) > MAX_DECODE_QUERY_LEN and shape.context_len == 0,
     )
     options = AttentionOptions(scale=shape.head_size**-0.5)
     if shape.features:
@@ -157,8 +164,19 @@ def attention_calls(
     key_cache = rows(cache, dtype, device, offset=shape.cache_offset)
     value_cache = rows(cache, dtype, device)
 
+    new = (num_tokens, num_kv_heads, shape.head_size)
+    key, value = (rows(new, dtype, device) for _ in range(2))
+    if batch.no_context:  # then what is new is all that the cache may be read for
+        slots = table.view(num_seqs, width).long()[:, :, None] * shape.block_size
+        slots = (slots + torch.arange(shape.block_size, device=device)).flatten(1)
+        slots = torch.cat([row[:n] for row, n in zip(slots, lens, strict=True)])
+        write_kv_cache(key, value, key_cache, value_cache, slots)
+
     def attend() -> torch.Tensor:
-        return paged_attention(query, key_cache, value_cache, planned, options, out=out)
+        return paged_attention(
+            query, key_cache, value_cache, planned, options,
+            out=out, key=key, value=value,
+        )  # fmt: skip
 
     def plan() -> None:
         nonlocal planned
