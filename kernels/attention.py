@@ -154,6 +154,13 @@ def paged_attention(
             "pass the config to AttentionPlanner instead",
         )
     planner = plan.planner
+    if plan.number != planner.num_plans:
+        raise bad_argument(
+            "batch.plan",
+            f"its planner's latest, number {planner.num_plans}",
+            f"number {plan.number}, whose buffers are overwritten",
+            "plan each step right before its layers, or use two planners",
+        )
     step = batch._step
     if step is None:
         step = _Step(batch, plan, query.device)

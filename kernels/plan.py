@@ -134,6 +134,7 @@ class AttentionPlan:
     row_blocks: int
     block_m: int
     no_context: bool
+    number: int  # of the planner's plans
 
     @property
     def config(self) -> AttentionConfig:
@@ -145,7 +146,8 @@ class AttentionPlanner:
     """Persistent device buffers for one head geometry and window, and their filler.
 
     All layers that share heads, head size, window and requests share a planner. What
-    a plan points to is overwritten by the next one, in stream order.
+    a plan points to is overwritten by the next one, in stream order; a call with an
+    older plan is refused.
 
     Args:
         num_query_heads, num_kv_heads: of this rank.
@@ -232,6 +234,7 @@ class AttentionPlanner:
         self.device = self.header.device  # with its index
         self.gate = gate_for(self.device, info.platform)
         self._launches: dict[object, Launch] = {}
+        self.num_plans = 0
         # What paged_attention has checked and prepared, by signature.
         self.bindings = Bindings()
 
@@ -395,7 +398,9 @@ class AttentionPlanner:
             row_blocks=row_blocks,
             block_m=block_m,
             no_context=batch.no_context,
+            number=self.num_plans + 1,
         )
+        self.num_plans += 1  # what the buffers held is gone
         if num_decodes == 0:
             plan.num_items, plan.merges = 0, False
         if num_seqs:

@@ -185,8 +185,10 @@ class PortableMetadataBuilder(AttentionMetadataBuilder[PortableMetadata]):
 
     def update_draft_decode_metadata(self, metadata: PortableMetadata) -> None:
         """Follow seq_lens, which a drafter has advanced in place; can be captured."""
-        for key, batch in metadata.batches.items():
-            self.planners[key].plan(batch, metadata.num_actual_tokens)
+        metadata.batches = {
+            key: self.planners[key].plan(batch, metadata.num_actual_tokens)
+            for key, batch in metadata.batches.items()
+        }
 
 
 def _first(tensor: torch.Tensor, rows: int) -> torch.Tensor:

@@ -125,6 +125,19 @@ def test_a_host_copy_with_other_numbers_is_refused_on_a_cpu(device):
     refuses("query_start_loc_cpu.*equal", lambda: planner.plan(batch, 13), device)
 
 
+def test_a_plan_that_the_next_one_overwrote_is_refused(device):
+    planner = make_planner(device)
+    query, cache = make_tensors(device)
+    older = planner.plan(make_batch(device), 13)
+    newer = planner.plan(make_batch(device, (1, 5), (20, 12)), 13)
+    refuses(
+        "batch.plan.*latest, number 2.*number 1.*plan each step",
+        lambda: paged_attention(query, cache, cache, older, OPTIONS, out=query),
+        device,
+    )
+    paged_attention(query, cache, cache, newer, OPTIONS, out=query)
+
+
 def test_a_plan_of_another_step_is_refused(device):
     planner = make_planner(device)
     query, cache = make_tensors(device)
