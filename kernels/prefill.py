@@ -447,23 +447,28 @@ def _prefill_kernel(
         True, LOAD, CAUSAL, HAS_WINDOW, SOFTCAP, ALIBI, BLOCK_SIZE, BLOCK_N,
         HEAD_SIZE, HEAD_SIZE_PADDED, NUM_STAGES,
     )  # fmt: skip
-    if REFERENCE == "diagonal" and CAUSAL:
+    FIXED: tl.constexpr = REFERENCE == "diagonal" and CAUSAL
+    FP16: tl.constexpr = query_ptr.dtype.element_ty == tl.float16
+    # Up to here with a running maximum, then against the fixed reference.
+    main_lo = full
+    if FIXED:
         main_lo = lo_full
-        if query_ptr.dtype.element_ty == tl.float16:
+        if FP16:
             # Probabilities end at 65504 there. The first keys often draw the highest
             # scores, so they join the reference.
             main_lo = tl.minimum(lo_full + BLOCK_N, full)
-            acc, m_i, l_i = _attend_tiles(
-                acc, m_i, l_i, q, key_cache, value_cache, block_table,
-                lo_full, main_lo, start, end, last, first_row,
-                query_pos, slopes, kv_head, window,
-                stride_k_block, stride_k_slot, stride_k_head,
-                stride_v_block, stride_v_slot, stride_v_head,
-                qk_scale, cap_scale, cap_log2,
-                False, LOAD, CAUSAL, HAS_WINDOW, SOFTCAP, ALIBI,
-                BLOCK_SIZE, BLOCK_N,
-                HEAD_SIZE, HEAD_SIZE_PADDED, NUM_STAGES,
-            )  # fmt: skip
+    if FP16 or not FIXED:
+        acc, m_i, l_i = _attend_tiles(
+            acc, m_i, l_i, q, key_cache, value_cache, block_table,
+            lo_full, main_lo, start, end, last, first_row,
+            query_pos, slopes, kv_head, window,
+            stride_k_block, stride_k_slot, stride_k_head,
+            stride_v_block, stride_v_slot, stride_v_head,
+            qk_scale, cap_scale, cap_log2,
+            False, LOAD, CAUSAL, HAS_WINDOW, SOFTCAP, ALIBI, BLOCK_SIZE, BLOCK_N,
+            HEAD_SIZE, HEAD_SIZE_PADDED, NUM_STAGES,
+        )  # fmt: skip
+    if FIXED:
         acc, sums = _attend_unmasked(
             acc, m_i, q, key_cache, value_cache, block_table,
             main_lo, full, start, last, first_row, query_pos, slopes, kv_head,
@@ -497,17 +502,6 @@ def _prefill_kernel(
                 True, LOAD, CAUSAL, HAS_WINDOW, SOFTCAP, ALIBI, BLOCK_SIZE, BLOCK_N,
                 HEAD_SIZE, HEAD_SIZE_PADDED, NUM_STAGES,
             )  # fmt: skip
-    else:
-        acc, m_i, l_i = _attend_tiles(
-            acc, m_i, l_i, q, key_cache, value_cache, block_table,
-            lo_full, full, start, end, last, first_row,
-            query_pos, slopes, kv_head, window,
-            stride_k_block, stride_k_slot, stride_k_head,
-            stride_v_block, stride_v_slot, stride_v_head,
-            qk_scale, cap_scale, cap_log2,
-            False, LOAD, CAUSAL, HAS_WINDOW, SOFTCAP, ALIBI, BLOCK_SIZE, BLOCK_N,
-            HEAD_SIZE, HEAD_SIZE_PADDED, NUM_STAGES,
-        )  # fmt: skip
     first_token, q_start, query_len, seq_len = _tile_again(tiles_ptr, tile)
 
     scale = tl.where(l_i > 0, 1.0 / l_i, 0.0)
