@@ -7,9 +7,9 @@ A program holds whole rows in registers, so each byte is read and written once: 
 where rows are long, several where they are short. It may go on to further rows, whose
 data it fetches ahead, and then loads the weight once.
 
-Source: Zhang and Sennrich (2019). Rounding as vLLM's layers do it: statistics from the
-unrounded fp32 sum, the normalised value rounded to the weight's dtype before the
-product.
+Source: Zhang and Sennrich (2019). All of it in fp32, rounded once at the end: what
+torch.compile makes of vLLM's layers, and closer to the truth than the layers as
+written, which round the normalised value before the product with the weight.
 """
 
 import itertools
@@ -94,7 +94,6 @@ def _store_rows(
     mean_square = tl.sum(total * total, 1, keep_dims=True) / ROW_SIZE
     normed = total * tl.rsqrt(mean_square + eps)
     if HAS_WEIGHT:
-        normed = round_to(normed, weight.dtype, EMULATE_BF16).to(tl.float32)
         normed = normed * weight.to(tl.float32)
     rows = _row_offsets(row, stride_out_outer, stride_out_inner, INNER)
     normed = round_to(normed, x.dtype, EMULATE_BF16)

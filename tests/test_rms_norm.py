@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`rms_norm` against the oracle, and against the rounding of vLLM's layers."""
+"""`rms_norm` against the oracle, at most as far off as vLLM's layers."""
 
 import pytest
 import torch
@@ -98,33 +98,24 @@ def test_weight_may_be_left_out(dtype, fused, device):
 
 
 # vllm#55311, flashinfer#4060: (1 + w) in fp32 beside a bf16 input.
+@pytest.mark.parametrize("fp32_weight", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_fp32_weight_multiplies_before_the_only_rounding(dtype, fused, device):
-    x = randn(9, 1000, dtype=dtype, device=device)
+def test_weight_multiplies_before_the_only_rounding(dtype, fused, fp32_weight, device):
+    x = randn(64, 1000, dtype=dtype, device=device)
     weight = 1 + randn(1000, dtype=torch.float32, device=device) / 3
-    residual = randn(9, 1000, dtype=dtype, device=device, seed=2) if fused else None
+    if not fp32_weight:
+        weight = weight.to(dtype)
+    residual = randn(64, 1000, dtype=dtype, device=device, seed=2) if fused else None
     normed, _ = check(x, weight, residual)
     right, _ = oracle(x, weight, residual)
     # Rounded once, so nearest to the oracle but for ties and sums in another order.
     off = (normed != right.to(dtype)).float().mean().item()
     assert off < 0.002, f"{off:.2%} of the elements are not the nearest value"
-
-
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_normalised_value_is_rounded_to_the_weights_dtype_first(dtype, fused, device):
-    """vLLM's order of roundings, not the more exact one: token for token the same."""
-    x = randn(64, 512, dtype=dtype, device=device)
-    weight = randn(512, dtype=dtype, device=device)
-    residual = randn(64, 512, dtype=dtype, device=device, seed=2) if fused else None
-    normed, _ = check(x, weight, residual)
-    like, _ = in_dtype(x, weight, EPS, residual)
-    right, _ = oracle(x, weight, residual)
-    as_vllm = (normed != like).float().mean().item()
-    rounded_once = (normed != right.to(dtype)).float().mean().item()
-    assert as_vllm < 0.002, f"{as_vllm:.2%} differ from vLLM's rounding"
-    assert rounded_once > 0.1, "the inputs do not tell the two orders apart"
+    if not fp32_weight:
+        like, _ = in_dtype(x, weight, EPS, residual)
+        off = (like != right.to(dtype)).float().mean().item()
+        assert off > 0.1, "the inputs do not tell one rounding from two"
 
 
 def test_statistics_come_from_the_unrounded_sum(device):
