@@ -357,7 +357,7 @@ def check_config(config: AttentionConfig) -> None:
         ("prefill", "REFERENCE", ("running", "diagonal")),
         ("prefill", "QUERY", ("shared", "registers")),
         ("decode", "LOAD", ("pointer", "descriptor")),
-        ("decode", "MERGE", ("kernel", "last")),
+        ("decode", "MERGE", ("kernel", "last", "captured")),
     ):
         kind = getattr(config, kernel).get(name)
         if kind not in kinds:

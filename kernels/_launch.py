@@ -34,6 +34,19 @@ def count_launch(counts_ptr, KERNEL: tl.constexpr):
         tl.atomic_add(counts_ptr + KERNEL, 1, sem="relaxed")
 
 
+@device_function
+def wait_for_earlier(EARLY_START: tl.constexpr):
+    """Comes first where a launch may begin before the one ahead of it has ended.
+
+    What earlier launches wrote is there afterwards, and the next one may begin: it
+    comes to lie behind this wait whatever it does, so order is kept from launch to
+    launch.
+    """
+    if EARLY_START:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
 @functools.cache
 def _counters(device: torch.device) -> torch.Tensor:
     return torch.zeros(len(COUNTED), dtype=torch.int64, device=device)

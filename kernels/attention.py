@@ -29,8 +29,8 @@ from portable_backend.kernels._direct import (
     Gate,
     Launch,
     pointer_class,
-    pointer_classes,
 )
+from portable_backend.kernels._layer import AttentionLayer, new_layout, signature_of
 from portable_backend.kernels._softmax import LOG2E
 from portable_backend.kernels.config import AttentionConfig, KernelConfig
 from portable_backend.kernels.decode import _decode_kernel, _merge_kernel
@@ -137,6 +137,22 @@ def paged_attention(
     Bitwise repeatable for one config and batch.
     Source: FlashAttention-2 (Dao, 2023); Flash-Decoding (Dao et al., 2023).
     """
+    layer = AttentionLayer(key_cache, value_cache, options)
+    return attend(query, layer, batch, out=out, key=key, value=value, config=config)
+
+
+def attend(
+    query: torch.Tensor,
+    layer: AttentionLayer,
+    batch: PagedBatch,
+    *,
+    out: torch.Tensor,
+    key: torch.Tensor | None = None,
+    value: torch.Tensor | None = None,
+    config: AttentionConfig | None = None,
+) -> torch.Tensor:
+    """`paged_attention` for a layer that was looked at before: less host time."""
+    key_cache, value_cache, options = layer.key_cache, layer.value_cache, layer.options
     plan = batch.plan
     planned_before = plan is not None
     if plan is None:
@@ -165,11 +181,11 @@ def paged_attention(
     if step is None:
         step = _Step(batch, plan, query.device)
         object.__setattr__(batch, "_step", step)
-    addresses = (
-        out.data_ptr(), query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr()
-    )  # fmt: skip
-    signature, num_tokens, out_tokens = _signature(
-        query, key_cache, value_cache, options, out, step, addresses
+    merger = plan.merger
+    merges = merger == "kernel" or (merger == "captured" and capturing())
+    addresses = (out.data_ptr(), query.data_ptr())
+    signature, num_tokens, out_tokens = signature_of(
+        query, out, layer, step.kinds, merges, addresses
     )
     new: tuple[Any, Any] | None = None
     if step.reads_new and key is not None and value is not None:
@@ -183,11 +199,11 @@ def paged_attention(
                     list(tensor.shape),
                     "pass the step's new tokens, or None",
                 )
-        signature = (*signature, _new_layout(key), _new_layout(value))
+        signature = (*signature, new_layout(key), new_layout(value))
     binding = planner.bindings.get(signature)
     if binding is None or out_tokens < num_tokens or plan.num_tokens > num_tokens:
         # Raises where a tensor has too few rows, whatever is bound already.
-        binding = _bind(query, key_cache, value_cache, batch, options, out, new)
+        binding = _bind(query, key_cache, value_cache, batch, options, out, new, merges)
         planner.bindings[signature] = binding
     if plan.num_seqs == 0:
         return out
@@ -210,12 +226,18 @@ def paged_attention(
         unused = buffers.header
         _launch(
             binding, plan, step, stream,
-            (*addresses, *step.addresses,
+            (*addresses, *layer.addresses, *step.addresses,
              unused if sinks is None else sinks.data_ptr(),
              unused if slopes is None else slopes.data_ptr()),
             buffers, new,
         )  # fmt: skip
     return out
+
+
+def capturing() -> bool:
+    """Whether launches go into a graph now instead of to the device."""
+    captures: bool = torch.cuda.is_current_stream_capturing()
+    return captures
 
 
 class _Step:
@@ -239,7 +261,7 @@ class _Step:
         )
         # All of the step that decides which binaries are launched.
         self.kinds = (
-            plan.choice.number, plan.num_items > 0, plan.merges,
+            plan.choice.number, plan.num_items > 0,
             plan.num_tiles > 0, plan.block_m,
             *(pointer_class(tensor) for tensor in self.tensors),
         )  # fmt: skip
@@ -257,57 +279,13 @@ def _another_step(
     )
 
 
-def _signature(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    options: AttentionOptions,
-    out: torch.Tensor,
-    step: _Step,
-    addresses: tuple[int, ...],
-) -> tuple[tuple[object, ...], int, int]:
-    """What checks and launches depend on, and the rows of query and out.
-
-    A step's layers repeat it, and so do the next steps: the numbers of tokens and of
-    requests are no part of it.
-    """
-    # No name for the shapes' other axes: tensors of another rank get here too.
-    num_tokens, *query_axes = query.shape or (0,)
-    out_tokens, *out_axes = out.shape or (0,)
-    out_ptr, query_ptr, key_ptr, value_ptr = addresses
-    address_bits = out_ptr | query_ptr | key_ptr | value_ptr
-    sinks, slopes = options.sinks, options.alibi_slopes
-    signature = (
-        *query_axes, query.stride(), query.dtype, query.device, num_tokens == 0,
-        *out_axes, out.stride(), out.dtype, out.device, out_tokens == 0,
-        key_cache.shape, key_cache.stride(), key_cache.dtype, key_cache.device,
-        value_cache.shape, value_cache.stride(), value_cache.dtype, value_cache.device,
-        options.scale, options.causal, options.sliding_window, options.softcap,
-        None if sinks is None else _per_head(sinks),
-        None if slopes is None else _per_head(slopes),
-        step.kinds,
-        pointer_classes(address_bits, (out, query, key_cache, value_cache)),
-    )  # fmt: skip
-    return signature, num_tokens, out_tokens
-
-
-def _per_head(tensor: torch.Tensor) -> tuple[object, ...]:
-    kind = pointer_class(tensor)
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, kind
-
-
-def _new_layout(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Of this step's keys or values; the number of tokens is no part of it."""
-    aligned = tensor.data_ptr() % 16 == 0
-    return tensor.stride(), tensor.shape[1:], tensor.dtype, tensor.device, aligned
-
-
 class _Binding:
     """A signature that passed the checks, and its launches."""
 
     __slots__ = (
-        "decode", "decode_descriptors", "launches", "merge", "new_descriptors",
-        "prefill", "prefill_descriptors", "ready", "scalars", "strides",
+        "decode", "decode_descriptors", "launches", "merge", "merges",
+        "new_descriptors", "prefill", "prefill_descriptors", "ready", "scalars",
+        "strides",
     )  # fmt: skip
 
     def __init__(
@@ -324,6 +302,7 @@ class _Binding:
         self.scalars = scalars
         self.decode, self.merge, self.prefill = launches
         self.launches = [x for x, need in zip(launches, needed, strict=True) if need]
+        self.merges = needed[1]
         self.decode_descriptors = decode_descriptors
         self.prefill_descriptors = prefill_descriptors
         self.new_descriptors = new_descriptors
@@ -338,6 +317,7 @@ def _bind(
     options: AttentionOptions,
     out: torch.Tensor,
     new: tuple[torch.Tensor, torch.Tensor] | None,
+    merges: bool,
 ) -> _Binding:
     """Check everything and fix what the layers of one signature share."""
     plan = batch.plan
@@ -366,11 +346,10 @@ def _bind(
         )  # fmt: skip
     decode_options = config.decode.options(platform)
     merge_options = config.merge.options(platform)
+    prefill_options = config.prefill.options(platform)
     overlap = bool(
         plan.num_tiles and plan.num_items and decode_options.get("launch_pdl")
     )
-    if not overlap:
-        decode_options.pop("launch_pdl", None)
     sizes = {
         "NUM_QUERIES_PER_KV": planner.queries_per_kv,
         "HEAD_SIZE": planner.head_size,
@@ -391,9 +370,10 @@ def _bind(
         "BLOCK_M": plan.block_m,
         "BLOCK_N": config.decode["BLOCK_N"],
         "LOAD": decode_load,
-        "MERGE": config.decode["MERGE"],
+        "MERGE": "last" if plan.merger and not merges else "kernel",
         "NUM_STAGES": config.decode["num_stages"],
         "OVERLAP": overlap,
+        "EARLY_START": bool(decode_options.get("launch_pdl")) and not overlap,
     }
     merge = sizes | {
         "NUM_KV_HEADS": planner.num_kv_heads,
@@ -409,12 +389,13 @@ def _bind(
         "QUERY": config.prefill["QUERY"],
         "NUM_STAGES": config.prefill["num_stages"],
         "OVERLAP": overlap,
+        "EARLY_START": bool(prefill_options.get("launch_pdl")),
     }
     gate = planner.gate
     launches = (
         Launch(_decode_kernel, decode, decode_options, gate),
         Launch(_merge_kernel, merge, merge_options, gate),
-        Launch(_prefill_kernel, prefill, config.prefill.options(platform), gate),
+        Launch(_prefill_kernel, prefill, prefill_options, gate),
     )
     return _Binding(
         strides=(
@@ -428,7 +409,7 @@ def _bind(
             float(softcap * LOG2E) if softcap else 0.0,
         ),
         launches=launches,
-        needed=(plan.num_items > 0, plan.merges, plan.num_tiles > 0),
+        needed=(plan.num_items > 0, merges, plan.num_tiles > 0),
         decode_descriptors=decode_descriptors,
         prefill_descriptors=prefill_descriptors,
         new_descriptors=new_descriptors,
@@ -499,7 +480,7 @@ def _launch(
              step.stride_table, num_rows,
              *binding.scalars),
         )  # fmt: skip
-        if plan.merges:
+        if binding.merges:
             rows = plan.decode_query_len * planner.num_query_heads
             binding.merge(
                 stream, plan.num_seqs, rows,

@@ -109,8 +109,9 @@ def prefill_configs(problem: AttentionProblem) -> Iterator[KernelConfig]:
             if device.platform == "hip":
                 waves = (0, 2) if device.arch == "gfx1100" else (0,)
                 hip = [{"waves_per_eu": n} for n in waves]
-            for maxnreg, reference, query, more in itertools.product(
-                caps, references, queries, hip
+            early = (None, True) if device.limits.has_early_launch else (None,)
+            for maxnreg, reference, query, pdl, more in itertools.product(
+                caps, references, queries, early, hip
             ):
                 yield KernelConfig.of(
                     BLOCK_M=block_m,
@@ -123,6 +124,7 @@ def prefill_configs(problem: AttentionProblem) -> Iterator[KernelConfig]:
                     num_stages=num_stages,
                     maxnreg=maxnreg,
                     matrix_instr_nonkdim=16,
+                    launch_pdl=pdl,
                     **more,
                 )
 
@@ -134,10 +136,15 @@ def decode_configs(problem: AttentionProblem) -> Iterator[KernelConfig]:
     keys: no more than one warp to 4 of them; tiles in shared memory; accumulators of 64
     rows in registers. Between one and eight programs a unit are planned for: fewer
     leave units empty, more cut requests into pieces that cost more than they balance.
+
+    MERGE says who puts a request's parts together: a "kernel" of its own, whichever
+    program is "last", or that kernel only in a "captured" graph, where its launch costs
+    the host nothing.
     """
     device, padded = problem.device, problem.padded
     on_gpu = device.platform != "interpreter"
-    early = (None, True) if device.arch == "sm90" else (None,)
+    early = (None, True) if device.limits.has_early_launch else (None,)
+    mergers = ("kernel", "last", "captured") if on_gpu else ("kernel", "last")
     for block_n, num_warps, num_stages, ctas, min_chunk, pdl in itertools.product(
         (16, 32, 64, 128),
         (1, 2, 4, 8) if on_gpu else (1,),
@@ -159,9 +166,7 @@ def decode_configs(problem: AttentionProblem) -> Iterator[KernelConfig]:
         lanes = num_warps * device.limits.warp_size
         if on_gpu and 16 * (padded + block_n) / lanes > 160:
             continue
-        for load, merge in itertools.product(
-            problem.loads(block_n), ("kernel", "last")
-        ):
+        for load, merge in itertools.product(problem.loads(block_n), mergers):
             yield KernelConfig.of(
                 BLOCK_N=block_n,
                 LOAD=load,
@@ -179,6 +184,6 @@ def merge_configs(problem: AttentionProblem) -> Iterator[KernelConfig]:
     """Every merge config: partial results read together, and warps to hold them."""
     device = problem.device
     warps = (1, 2, 4) if device.platform != "interpreter" else (1,)
-    early = (None, True) if device.arch in ("sm90", "sm100", "sm120") else (None,)
+    early = (None, True) if device.limits.has_early_launch else (None,)
     for splits, num_warps, pdl in itertools.product((2, 4, 8, 16, 32), warps, early):
         yield KernelConfig.of(BLOCK_SPLITS=splits, num_warps=num_warps, launch_pdl=pdl)

@@ -15,7 +15,12 @@ import triton.language as tl
 
 from portable_backend.device import DeviceInfo
 from portable_backend.kernels._jit import device_function
-from portable_backend.kernels._launch import COUNT_DECODE, COUNT_MERGE, count_launch
+from portable_backend.kernels._launch import (
+    COUNT_DECODE,
+    COUNT_MERGE,
+    count_launch,
+    wait_for_earlier,
+)
 from portable_backend.kernels._numerics import round_to
 from portable_backend.kernels._softmax import (
     MASKED,
@@ -74,27 +79,39 @@ def default_config(
     padded = triton.next_power_of_2(head_size)
     block_n, num_stages, ctas = (64 if padded <= 128 else 32), 3, 2
     num_warps = 4
-    load = "pointer"
+    load, merge, early = "pointer", "kernel", False
     if element_size == 4:
         block_n = 16 if padded >= 128 else 32  # fp32 dots run unrolled on plain ALUs
     elif device.platform == "hip":
         block_n = 32 if device.arch == "gfx1100" else 64
-    elif device.arch == "sm90" and padded <= 128:
+    elif device.arch == "sm90":
         # Programs that all run at once want deep pipelines, since little else hides the
-        # latency; where more are waiting, many in residence with shallow ones.
+        # latency; where more are waiting, many in residence with shallow ones. For a
+        # launch that begins early a unit must have room for as many as were planned,
+        # and no more: else units that are free first get more than their share.
         few = num_programs <= device.num_units and not with_prefill
         many = num_programs > 2 * device.num_units or with_prefill
-        if block_size % block_n == 0:
-            load = "descriptor"
-            num_stages, ctas = (3, 2) if few else (2, 6) if many else (4, 2)
+        early = many or padded <= 128
+        # Few are cut into many parts, which one program alone merges in 3 us. Outside
+        # graphs a second launch costs the host more.
+        merge = "captured" if few else "last"
+        if padded > 128:
+            pass
+        elif few:
+            block_n, num_warps, ctas = 128, 8, 1
+            num_stages = 3 if padded == 128 else 5
+        elif many:
+            num_stages, ctas = 2, 6
+            if with_prefill and block_size % block_n == 0:
+                load = "descriptor"
         else:
-            num_warps = 8 if few else 4
-            num_stages, ctas = (3, 2) if few else (2, 6) if many else (2, 4)
+            block_n = 64 if padded == 128 else 128
+            num_stages, ctas = 4, 2
     if device.platform == "hip":
         num_stages = 1
     # Two programs per unit keep enough bytes in flight; both must fit. All stages but
     # one are held in shared memory, beside queries and probabilities.
-    limit = device.limits.shared_bytes_per_unit // 2
+    limit = device.limits.shared_bytes_per_unit // min(ctas, 2)
     limit = min(limit, device.limits.shared_bytes_per_block) - 1024
     while element_size * shared_elements(block_n, padded, num_stages) > limit:
         if num_stages > 2:
@@ -109,12 +126,12 @@ def default_config(
         BLOCK_N=block_n,
         LOAD=load,
         CTAS_PER_UNIT=ctas,
-        MIN_CHUNK=2,
-        MERGE="kernel",
+        MIN_CHUNK=1 if block_n == 128 else 2,
+        MERGE=merge,
         num_warps=num_warps,
         num_stages=num_stages,
         matrix_instr_nonkdim=16,
-        launch_pdl=device.arch == "sm90" or None,
+        launch_pdl=early or None,
     )
 
 
@@ -125,8 +142,8 @@ def shared_elements(block_n: int, padded: int, num_stages: int) -> int:
 
 def default_merge_config(*, device: DeviceInfo) -> KernelConfig:
     """The merge kernel's config: splits read at once, and warps."""
-    # From Hopper on this launch can start while the decode kernel drains.
-    early = device.arch in ("sm90", "sm100", "sm120")
+    # Of one warp: programs that wait early must leave room for decode's.
+    early = device.limits.has_early_launch
     return KernelConfig.of(BLOCK_SPLITS=8, num_warps=1, launch_pdl=early or None)
 
 
@@ -190,7 +207,9 @@ def _decode_kernel(
     # tile
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LOAD: tl.constexpr,
     MERGE: tl.constexpr, NUM_STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+    EARLY_START: tl.constexpr,
 ):  # fmt: skip
+    wait_for_earlier(EARLY_START)
     count_launch(counts_ptr, COUNT_DECODE)
     if OVERLAP:  # noqa: SIM102  a constexpr must stand alone
         # What comes after this launch counts on the prefill kernel's results too: its
@@ -344,13 +363,12 @@ def _merge_kernel(
     NUM_QUERY_HEADS: tl.constexpr = NUM_KV_HEADS * NUM_QUERIES_PER_KV
     token = tl.program_id(1) // NUM_QUERY_HEADS
     head = tl.program_id(1) % NUM_QUERY_HEADS
+    # The plan is older than the decode launch, whose results alone need the wait.
     first_slot = tl.load(splits_ptr + 2 * seq)
     num_splits = tl.load(splits_ptr + 2 * seq + 1)
     q_start = tl.load(query_start_loc_ptr + seq)
     query_len = tl.load(query_start_loc_ptr + seq + 1) - q_start
-    if EARLY_START:
-        # This launch may start before the decode kernel has ended.
-        tl.extra.cuda.gdc_wait()
+    wait_for_earlier(EARLY_START)
     if (num_splits == 0) | (token >= query_len):
         return
     kv_head = head // NUM_QUERIES_PER_KV

@@ -26,6 +26,7 @@ from portable_backend.kernels._launch import (
     COUNT_KV_CACHE_WRITE,
     count_launch,
     counters,
+    wait_for_earlier,
 )
 from portable_backend.kernels.config import KernelConfig
 
@@ -49,8 +50,12 @@ def default_config(*, num_vectors: int, device: DeviceInfo) -> KernelConfig:
     """
     if device.platform == "interpreter":
         return KernelConfig.of(VECTORS=8192, num_warps=1)
-    vectors = 128 if num_vectors <= VECTOR_BUCKET else 256
-    return KernelConfig.of(VECTORS=vectors, num_warps=128 // device.limits.warp_size)
+    small = num_vectors <= VECTOR_BUCKET
+    return KernelConfig.of(
+        VECTORS=128 if small else 256,
+        num_warps=128 // device.limits.warp_size,
+        launch_pdl=(small and device.limits.has_early_launch) or None,
+    )
 
 
 def default_configs(*, device: DeviceInfo) -> list[KernelConfig]:
@@ -67,6 +72,8 @@ def candidate_configs(*, num_vectors: int, device: DeviceInfo) -> list[KernelCon
     num_warps: 64 to 512 lanes; programs share nothing, so more only start later.
     VECTORS: one to four per lane; more than one only where two programs per unit
     remain.
+    launch_pdl: as in the default, where programs are few: a launch that begins early
+    hides its latency.
     """
     if device.platform == "interpreter":
         device = DeviceInfo.for_arch("sm80")
@@ -77,7 +84,7 @@ def candidate_configs(*, num_vectors: int, device: DeviceInfo) -> list[KernelCon
             if per_lane > 1 and num_vectors < 2 * device.num_units * vectors:
                 continue
             found.append(
-                KernelConfig.of(
+                found[0].replace(
                     VECTORS=vectors, num_warps=lanes // device.limits.warp_size
                 )
             )
@@ -103,8 +110,9 @@ def _write_kv_cache_kernel(
     num_tokens: tl.int32,
     NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr,
     # tile
-    VECTOR: tl.constexpr, VECTORS: tl.constexpr,
+    VECTOR: tl.constexpr, VECTORS: tl.constexpr, EARLY_START: tl.constexpr,
 ):  # fmt: skip
+    wait_for_earlier(EARLY_START)
     # Each lane moves vectors of a head, whatever the tokens and heads they belong to.
     VECTORS_PER_HEAD: tl.constexpr = HEAD_SIZE // VECTOR
     index = tl.program_id(0) * VECTORS + tl.arange(0, VECTORS)
@@ -247,10 +255,12 @@ class _Binding:
         for size in (VECTOR_BUCKET, VECTOR_BUCKET + 1):
             used = config or default_config(num_vectors=size, device=info)
             vectors = _vectors_of(used)
+            options = used.options(info.platform)
+            early = bool(options.get("launch_pdl"))
             launch = Launch(
                 _write_kv_cache_kernel,
-                self.constants | {"VECTORS": vectors},
-                used.options(info.platform),
+                self.constants | {"VECTORS": vectors, "EARLY_START": early},
+                options,
                 self.gate,
             )
             self.launches.append((launch, vectors))
@@ -262,7 +272,7 @@ class _Binding:
             return launch, vectors
         # The interpreter compiles nothing, so tiles may follow each call's size.
         vectors = min(vectors, next_power_of_2(num_vectors))
-        constants = self.constants | {"VECTORS": vectors}
+        constants = self.constants | {"VECTORS": vectors, "EARLY_START": False}
         return Launch(_write_kv_cache_kernel, constants, {}, self.gate), vectors
 
 

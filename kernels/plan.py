@@ -130,7 +130,7 @@ class AttentionPlan:
     decode_query_len: int
     num_items: int  # upper bounds
     num_tiles: int
-    merges: bool
+    merger: str | None  # as the config's MERGE; None where nothing is cut
     row_blocks: int
     block_m: int
     no_context: bool
@@ -394,7 +394,7 @@ class AttentionPlanner:
             decode_query_len=decode_query_len,
             num_items=num_decodes + target if can_split else num_decodes,
             num_tiles=num_tiles,
-            merges=can_split and choice.config.decode["MERGE"] == "kernel",
+            merger=choice.config.decode["MERGE"] if can_split else None,
             row_blocks=row_blocks,
             block_m=block_m,
             no_context=batch.no_context,
@@ -402,7 +402,7 @@ class AttentionPlanner:
         )
         self.num_plans += 1  # what the buffers held is gone
         if num_decodes == 0:
-            plan.num_items, plan.merges = 0, False
+            plan.num_items, plan.merger = 0, None
         if num_seqs:
             tile_blocks = 1
             if has_prefill:

@@ -23,7 +23,11 @@ import triton.language as tl
 
 from portable_backend.device import DeviceInfo
 from portable_backend.kernels._jit import device_function
-from portable_backend.kernels._launch import COUNT_PREFILL, count_launch
+from portable_backend.kernels._launch import (
+    COUNT_PREFILL,
+    count_launch,
+    wait_for_earlier,
+)
 from portable_backend.kernels._numerics import round_to
 from portable_backend.kernels._softmax import (
     initial_state,
@@ -143,6 +147,7 @@ def default_config(
         num_stages=num_stages,
         maxnreg=maxnreg,
         matrix_instr_nonkdim=16,
+        launch_pdl=device.limits.has_early_launch or None,
         **hip,
     )
 
@@ -351,8 +356,9 @@ def _prefill_kernel(
     # tile
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PACK: tl.constexpr,
     LOAD: tl.constexpr, REFERENCE: tl.constexpr, QUERY: tl.constexpr,
-    NUM_STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+    NUM_STAGES: tl.constexpr, OVERLAP: tl.constexpr, EARLY_START: tl.constexpr,
 ):  # fmt: skip
+    wait_for_earlier(EARLY_START)
     count_launch(counts_ptr, COUNT_PREFILL)
     if OVERLAP:
         # The decode launch behind this one may take what these programs leave free.

@@ -36,6 +36,7 @@ from portable_backend.kernels._launch import (
     COUNT_RMS_NORM,
     count_launch,
     counters,
+    wait_for_earlier,
 )
 from portable_backend.kernels._numerics import round_to
 from portable_backend.kernels.config import KernelConfig
@@ -116,7 +117,9 @@ def _rms_norm_kernel(
     HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, EMULATE_BF16: tl.constexpr,
     # tile
     ROWS: tl.constexpr, PERSISTENT: tl.constexpr, EVICT_FIRST: tl.constexpr,
+    EARLY_START: tl.constexpr,
 ):  # fmt: skip
+    wait_for_earlier(EARLY_START)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     cols = tl.arange(0, ROW_SIZE_PADDED)[None, :]
     in_row = tl.broadcast_to(cols < ROW_SIZE, (ROWS, ROW_SIZE_PADDED))
@@ -314,6 +317,7 @@ class _Binding:
         self.counts = counters(x.device)
         self.counts_ptr = self.counts.data_ptr()
         self.gate = gate_for(x.device, info.platform)
+        options = config.options(info.platform)
         constants = {
             "INNER": inner,
             "ROW_SIZE": row_size,
@@ -324,8 +328,8 @@ class _Binding:
             "ROWS": rows,
             "PERSISTENT": programs_per_unit > 0,
             "EVICT_FIRST": bool(config.get("EVICT_FIRST", False)),
+            "EARLY_START": bool(options.get("launch_pdl")),
         }
-        options = config.options(info.platform)
         # One launch, and so one handle, for every number of rows.
         key = (
             *constants.items(), *options.items(), *strides, x.dtype, weight.dtype,

@@ -3,6 +3,7 @@
 
 ROWS: rows of a tile. PROGRAMS_PER_UNIT: programs that go from tile to tile; 0 gives
 each tile a program. EVICT_FIRST: the input's place in the cache may be reused at once.
+launch_pdl: the launch begins before the one ahead of it has ended, and waits.
 """
 
 import bisect
@@ -42,19 +43,21 @@ def default_config(
     """
     padded = triton.next_power_of_2(row_size)
     if device.platform == "interpreter":
-        return _config(max(1, 65536 // padded), 1)
+        return _config(device, 0, max(1, 65536 // padded), 1)
     bucket = row_bucket(num_rows)
     per_warp = _per_warp(dtype, device)
     vectors = (1, 2, 4)[bucket]
     if padded <= per_warp:
         num_warps = vectors
-        return _config(num_warps * vectors * per_warp // padded, num_warps)
+        rows = num_warps * vectors * per_warp // padded
+        return _config(device, bucket, rows, num_warps)
     if bucket and padded <= 4 * per_warp:
         # The most rows take two at a time, up to six vectors: half as many programs.
         held = triton.cdiv(row_size, per_warp)
-        return _config(2 if bucket == 2 and held <= 3 else 1, 1)
+        rows = 2 if bucket == 2 and held <= 3 else 1
+        return _config(device, bucket, rows, 1)
     num_warps = max(1, padded // (per_warp * vectors))
-    return _config(1, min(num_warps, 512 // device.limits.warp_size))
+    return _config(device, bucket, 1, min(num_warps, 512 // device.limits.warp_size))
 
 
 def row_bucket(num_rows: int) -> int:
@@ -94,6 +97,7 @@ def candidate_configs(
     found = [
         default_config(row_size=row_size, num_rows=num_rows, dtype=dtype, device=device)
     ]
+    bucket = row_bucket(num_rows)
     streamed = num_rows * row_size * dtype.itemsize >= _STREAMED_BYTES
     for rows, num_warps, vectors in _tiles(row_size, num_rows, dtype, device):
         tiles = triton.cdiv(num_rows, rows)
@@ -104,7 +108,9 @@ def candidate_configs(
             ):
                 continue
             for evict_first in (False, True) if streamed else (False,):
-                found.append(_config(rows, num_warps, programs, evict_first))
+                found.append(
+                    _config(device, bucket, rows, num_warps, programs, evict_first)
+                )
     return list(dict.fromkeys(found))
 
 
@@ -144,11 +150,20 @@ def _per_warp(dtype: torch.dtype, device: DeviceInfo) -> int:
 
 
 def _config(
-    rows: int, num_warps: int, programs: int = 0, evict_first: bool = False
+    device: DeviceInfo,
+    bucket: int,
+    rows: int,
+    num_warps: int,
+    programs: int = 0,
+    evict_first: bool = False,
 ) -> KernelConfig:
+    # Thousands of programs of one warp are slower where the next launch waits among
+    # them (4096 rows of 576: 5.3 us instead of 3.7); others gain 2 % or much more.
+    crowded = bucket > 0 and num_warps == 1 and not programs
     return KernelConfig.of(
         ROWS=rows,
         PROGRAMS_PER_UNIT=programs,
         EVICT_FIRST=evict_first,
         num_warps=num_warps,
+        launch_pdl=(device.limits.has_early_launch and not crowded) or None,
     )

@@ -21,6 +21,8 @@ class ArchLimits:
         shared_bytes_per_block: most shared memory (LDS) one block can ask for.
         shared_bytes_per_unit: shared memory of one SM or CU.
         has_tensor_descriptors: tiles can be fetched by descriptor (TMA).
+        has_early_launch: a launch can begin before the one ahead of it has ended
+            (programmatic dependent launch).
     """
 
     platform: str
@@ -28,6 +30,7 @@ class ArchLimits:
     shared_bytes_per_block: int
     shared_bytes_per_unit: int
     has_tensor_descriptors: bool = False
+    has_early_launch: bool = False
 
 
 _KIB = 1024
@@ -35,9 +38,9 @@ ARCH_LIMITS: dict[str, ArchLimits] = {
     "sm80": ArchLimits("cuda", 32, 163 * _KIB, 164 * _KIB),
     "sm86": ArchLimits("cuda", 32, 99 * _KIB, 100 * _KIB),
     "sm89": ArchLimits("cuda", 32, 99 * _KIB, 100 * _KIB),
-    "sm90": ArchLimits("cuda", 32, 227 * _KIB, 228 * _KIB, True),
-    "sm100": ArchLimits("cuda", 32, 227 * _KIB, 228 * _KIB, True),
-    "sm120": ArchLimits("cuda", 32, 99 * _KIB, 100 * _KIB),
+    "sm90": ArchLimits("cuda", 32, 227 * _KIB, 228 * _KIB, True, True),
+    "sm100": ArchLimits("cuda", 32, 227 * _KIB, 228 * _KIB, True, True),
+    "sm120": ArchLimits("cuda", 32, 99 * _KIB, 100 * _KIB, False, True),
     "gfx90a": ArchLimits("hip", 64, 64 * _KIB, 64 * _KIB),
     "gfx942": ArchLimits("hip", 64, 64 * _KIB, 64 * _KIB),
     "gfx950": ArchLimits("hip", 64, 160 * _KIB, 160 * _KIB),

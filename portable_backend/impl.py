@@ -12,12 +12,9 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 from portable_backend import __version__
 from portable_backend.device import DeviceInfo
 from portable_backend.errors import UnsupportedError, bad_argument
-from portable_backend.kernels import (
-    AttentionOptions,
-    PagedBatch,
-    paged_attention,
-    write_kv_cache,
-)
+from portable_backend.kernels import AttentionOptions, PagedBatch, write_kv_cache
+from portable_backend.kernels._layer import AttentionLayer
+from portable_backend.kernels.attention import attend
 from portable_backend.metadata import PlanKey, PortableMetadata
 from portable_backend.plugin import NAME
 from portable_backend.settings import get_settings
@@ -98,7 +95,7 @@ class PortableImpl(AttentionImpl[PortableMetadata]):
         )
         self._options: AttentionOptions | None = None
         self._kv_cache: torch.Tensor | None = None
-        self._caches: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._layer: AttentionLayer | None = None
         _log_active(current_platform.device_type)
 
     def forward(
@@ -128,24 +125,19 @@ class PortableImpl(AttentionImpl[PortableMetadata]):
         """
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("fused output quantisation is not supported")
-        options = self._options
-        if options is None:
-            options = self._options = self._make_options(query.device)
         if attn_metadata is None:
             self.forget_cache()
             return output.fill_(0)
-        if kv_cache is not self._kv_cache or self._caches is None:
-            self._bind_cache(kv_cache)
-        assert self._caches is not None
+        bound = self._layer
+        if bound is None or kv_cache is not self._kv_cache:
+            bound = self._bind_cache(kv_cache)
         batch = attn_metadata.batches.get(self.plan_key)
         if batch is None:
             batch = _warn_unplanned(attn_metadata, self.plan_key)
         if self.kv_sharing_target_layer_name is not None:
             # The cache is another layer's: this layer's own K and V are not in it.
             key = value = None
-        return paged_attention(
-            query, *self._caches, batch, options, out=output, key=key, value=value
-        )
+        return attend(query, bound, batch, out=output, key=key, value=value)
 
     def do_kv_cache_update(
         self,
@@ -156,10 +148,10 @@ class PortableImpl(AttentionImpl[PortableMetadata]):
         slot_mapping: torch.Tensor,
     ) -> None:
         """Store the first slot_mapping.shape[0] tokens of key and value."""
-        if kv_cache is not self._kv_cache or self._caches is None:
-            self._bind_cache(kv_cache)
-        assert self._caches is not None
-        write_kv_cache(key, value, *self._caches, slot_mapping)
+        bound = self._layer
+        if bound is None or kv_cache is not self._kv_cache:
+            bound = self._bind_cache(kv_cache)
+        write_kv_cache(key, value, bound.key_cache, bound.value_cache, slot_mapping)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Called when weights are loaded, and again when they are reloaded."""
@@ -170,15 +162,19 @@ class PortableImpl(AttentionImpl[PortableMetadata]):
 
     def forget_cache(self) -> None:
         """Let go of the cache; vLLM replaces it between profiling and serving."""
-        self._kv_cache = self._caches = None
+        self._kv_cache = self._layer = None
 
-    def _bind_cache(self, kv_cache: torch.Tensor) -> None:
+    def _bind_cache(self, kv_cache: torch.Tensor) -> AttentionLayer:
         # Made once per cache: views cost microseconds in every layer otherwise.
         key_cache, value_cache = split_kv_cache(kv_cache, self.head_size)
         set_range = _pointer_range_setter()
         if set_range is not None:
             set_range(kv_cache, key_cache, value_cache)
-        self._kv_cache, self._caches = kv_cache, (key_cache, value_cache)
+        if self._options is None:
+            self._options = self._make_options(kv_cache.device)
+        self._kv_cache = kv_cache
+        self._layer = AttentionLayer(key_cache, value_cache, self._options)
+        return self._layer
 
     def _make_options(self, device: torch.device) -> AttentionOptions:
         slopes = self.alibi_slopes

@@ -167,10 +167,13 @@ def call_everything(shape: Shape, draw: int = 0) -> None:
         )
         query = new(sum(query_lens), num_heads, shape.head_size)
         key = new(sum(query_lens), num_kv_heads, shape.head_size)
-        paged_attention(
-            query, key_cache, value_cache, batch, options,
-            out=torch.empty_like(query), key=key, value=key, config=config,
-        )  # fmt: skip
+        for in_graph in (False, True):
+            module = sys.modules[paged_attention.__module__]
+            with mock.patch.object(module, "capturing", lambda x=in_graph: x):
+                paged_attention(
+                    query, key_cache, value_cache, batch, options,
+                    out=torch.empty_like(query), key=key, value=key, config=config,
+                )  # fmt: skip
 
     for step in STEPS:
         attend(*step)

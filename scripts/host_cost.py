@@ -34,10 +34,11 @@ from portable_backend.kernels import (
     AttentionPlanner,
     PagedBatch,
     _direct,
-    paged_attention,
     rms_norm,
     write_kv_cache,
 )
+from portable_backend.kernels._layer import AttentionLayer
+from portable_backend.kernels.attention import attend
 
 caches, norms, plans = (
     importlib.import_module(f"portable_backend.kernels.{name}")
@@ -172,11 +173,10 @@ def attention_calls(
         slots = torch.cat([row[:n] for row, n in zip(slots, lens, strict=True)])
         write_kv_cache(key, value, key_cache, value_cache, slots)
 
-    def attend() -> torch.Tensor:
-        return paged_attention(
-            query, key_cache, value_cache, planned, options,
-            out=out, key=key, value=value,
-        )  # fmt: skip
+    layer = AttentionLayer(key_cache, value_cache, options)  # as the back end does
+
+    def call() -> torch.Tensor:
+        return attend(query, layer, planned, out=out, key=key, value=value)
 
     def plan() -> None:
         nonlocal planned
@@ -192,7 +192,7 @@ def attention_calls(
         ),
         Call(
             f"attention, {shape.name}",
-            attend,
+            call,
             (out,),
             planner,
             plan,

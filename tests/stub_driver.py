@@ -26,7 +26,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from portable_backend.device import DeviceInfo
-from portable_backend.kernels import _direct
+from portable_backend.kernels import _direct, attention
 
 TARGETS = {"cuda": GPUTarget("cuda", 90, 32), "hip": GPUTarget("hip", "gfx942", 64)}
 ARCHS = {"cuda": "sm90", "hip": "gfx942"}
@@ -97,6 +97,7 @@ class StubGpu:
     kernels: dict[int, StubKernel] = field(default_factory=dict)
     dispatched: int = 0  # launches that took Triton's ordinary road
     recording: bool = True
+    in_graph: bool = True  # so that parts are merged by a launch of their own
 
     def __post_init__(self) -> None:
         self.driver_module = importlib.import_module(
@@ -221,6 +222,7 @@ def stub_gpu(platform: str, *, num_units: int = 132) -> Iterator[StubGpu]:
         mock.patch.object(_direct, "ON_HIP", platform == "hip"),
         mock.patch.object(triton.compiler, "compile", gpu.compile),
         mock.patch.object(driver, "_active", gpu),
+        mock.patch.object(attention, "capturing", lambda: gpu.in_graph),
     ]
     values: dict[str, Any]
     if hasattr(module, "make_launcher"):  # 3.6 writes a launcher in C

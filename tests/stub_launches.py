@@ -30,6 +30,9 @@ from portable_backend.kernels import (
     rms_norm,
     write_kv_cache,
 )
+from portable_backend.kernels._layer import AttentionLayer
+from portable_backend.kernels.attention import attend
+from portable_backend.kernels.plan import StepKind
 
 norms = importlib.import_module("portable_backend.kernels.rms_norm")
 BF16 = torch.bfloat16
@@ -716,6 +719,32 @@ def test_host_time_of_a_call(what):
         before = gpu.dispatched
         assert best_us(calls[what]) < LIMITS_US[what]
         assert gpu.dispatched == before
+
+
+def test_a_layer_looked_at_once_is_launched_like_any_other(gpu):
+    planner = make_planner()
+    layer = Layer(planner)
+    batch = planner.plan(layer.batch, layer.num_tokens)
+    kept = AttentionLayer(*layer.caches, layer.options)
+    for _ in range(3):
+        gpu.launches.clear()
+        paged_attention(layer.query, *layer.caches, batch, layer.options, out=layer.out)
+        expected, gpu.launches = gpu.launches, []
+        attend(layer.query, kept, batch, out=layer.out)
+        assert [vars(x) for x in gpu.launches] == [vars(x) for x in expected]
+    assert len(planner.bindings) == 1
+
+
+def test_eager_steps_of_few_requests_take_one_launch(gpu):
+    layer = Layer(make_planner())
+    if layer.planner.config_for(StepKind()).decode["MERGE"] != "captured":
+        pytest.skip("these parts are always merged by a launch of their own")
+    for in_graph in (False, True, False):
+        gpu.in_graph = in_graph
+        for _ in range(2):
+            gpu.launches.clear()
+            layer()
+            assert len(gpu.launches) == (3 if in_graph else 2)  # the plan's is one
 
 
 @pytest.mark.vllm

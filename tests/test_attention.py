@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`paged_attention` gives what its equation says: drawn cases, then one claim each."""
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -304,6 +305,16 @@ def test_splitting_the_keys_does_not_change_the_result(queries_per_kv, merge, de
     oracle, same_dtype = references(make_inputs(whole, device))
     for result in results:
         assert_close(result, oracle, same_dtype, "whole, then cut")
+
+
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_captured_merges_launch_a_kernel_only_in_a_graph(in_graph, device, monkeypatch):
+    module = sys.modules[paged_attention.__module__]
+    monkeypatch.setattr(module, "capturing", lambda: in_graph)
+    case = Case(17, ((1, 150), (1, 77)), tiles=Tiles(merge="captured"))
+    before = launch_counts(device)["merge"]
+    check_case(case, device)
+    assert launch_counts(device)["merge"] - before == in_graph
 
 
 def test_whoever_merges_the_result_has_the_same_bits(device):

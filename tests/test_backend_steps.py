@@ -208,7 +208,7 @@ def test_a_new_cache_replaces_the_one_used_before(pb, device):
     assert impl._kv_cache is kv_cache
     make_builder(pb, [impl], device)
     assert impl._kv_cache is None
-    assert impl._caches is None
+    assert impl._layer is None
 
 
 def test_reloaded_sinks_are_seen(pb, device):
@@ -233,7 +233,7 @@ def test_a_layer_that_shares_a_cache_reads_only_the_cache(pb, device, monkeypatc
         seen.update(kwargs)
         return kwargs["out"]
 
-    monkeypatch.setattr(pb.impl, "paged_attention", record)
+    monkeypatch.setattr(pb.impl, "attend", record)
     step, kv_cache = make_step(device), make_kv_cache("BHNC", device)
     for target, expected in (("layer0", (None, None)), (None, (step.key, step.value))):
         impl = make_impl(pb, kv_sharing_target_layer_name=target)

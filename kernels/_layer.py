@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `paged_attention` looks up its launches by, split by how often it changes.
+
+Checks and launches depend on layouts, dtypes, devices and options, not on addresses and
+numbers of tokens. Of a layer's caches and options that part stays, so it is made once;
+of query and output it is made anew at every call.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING
+
+import torch
+
+from portable_backend.kernels._direct import Bindings, pointer_class, pointer_classes
+
+if TYPE_CHECKING:
+    from portable_backend.kernels.attention import AttentionOptions
+
+_KINDS = Bindings()
+_NEXT_KIND = itertools.count()
+
+
+class AttentionLayer:
+    """One layer's caches and options, for callers that use them again and again.
+
+    Whoever moves a cache or changes its layout in place makes another one. What sinks
+    and slopes hold, and where, may change.
+
+    Args:
+        key_cache, value_cache, options: as for `paged_attention`, which checks them.
+    """
+
+    __slots__ = (
+        "addresses", "key_cache", "kind", "options", "per_head", "value_cache",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        options: AttentionOptions,
+    ) -> None:
+        self.key_cache = key_cache
+        self.value_cache = value_cache
+        self.options = options
+        self.addresses = (key_cache.data_ptr(), value_cache.data_ptr())
+        self.per_head = options.sinks is not None or options.alibi_slopes is not None
+        look = (
+            key_cache.shape, key_cache.stride(), key_cache.dtype, key_cache.device,
+            value_cache.shape, value_cache.stride(), value_cache.dtype,
+            value_cache.device, options.scale, options.causal, options.sliding_window,
+            options.softcap,
+        )  # fmt: skip
+        kind = _KINDS.get(look)
+        if kind is None:
+            kind = _KINDS[look] = next(_NEXT_KIND)
+        # A number of its own for each look: quicker to compare than the look.
+        self.kind: int = kind
+
+
+def signature_of(
+    query: torch.Tensor,
+    out: torch.Tensor,
+    layer: AttentionLayer,
+    step_kinds: tuple[object, ...],
+    merges: bool,
+    addresses: tuple[int, int],
+) -> tuple[tuple[object, ...], int, int]:
+    """What checks and launches depend on, and the rows of query and out.
+
+    A step's layers repeat it, and so do the next steps: the numbers of tokens and of
+    requests are no part of it.
+
+    Args:
+        step_kinds: all of the step that decides which binaries are launched.
+        merges: whether the merge kernel is.
+        addresses: of out and query.
+    """
+    # No name for the shapes' other axes: tensors of another rank get here too.
+    num_tokens, *query_axes = query.shape or (0,)
+    out_tokens, *out_axes = out.shape or (0,)
+    key_ptr, value_ptr = layer.addresses
+    signature: tuple[object, ...] = (
+        *query_axes, query.stride(), query.dtype, query.device, num_tokens == 0,
+        *out_axes, out.stride(), out.dtype, out.device, out_tokens == 0,
+        layer.kind, step_kinds, merges,
+        pointer_classes(
+            addresses[0] | addresses[1] | key_ptr | value_ptr,
+            (out, query, layer.key_cache, layer.value_cache),
+        ),
+    )  # fmt: skip
+    if layer.per_head:
+        options = layer.options
+        signature = (*signature, *map(_per_head, (options.sinks, options.alibi_slopes)))
+    return signature, num_tokens, out_tokens
+
+
+def _per_head(tensor: torch.Tensor | None) -> tuple[object, ...] | None:
+    if tensor is None:
+        return None
+    kind = pointer_class(tensor)
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, kind
+
+
+def new_layout(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Of this step's keys or values; the number of tokens is no part of it."""
+    aligned = tensor.data_ptr() % 16 == 0
+    return tensor.stride(), tensor.shape[1:], tensor.dtype, tensor.device, aligned
