@@ -370,11 +370,11 @@ class AttentionPlanner:
         num_decodes, exact_tokens, long_lens = num_seqs, 0, None
         if batch.query_start_loc_cpu is not None:
             lens, exact_tokens = check_host_lengths(batch, num_seqs, num_tokens)
-            short = (lens > 0) & (lens <= self.max_decode_query_len)
-            decode_query_len = max(1, int((lens * short).max())) if num_seqs else 1
-            num_decodes = int(short.sum())
+            short_lens = lens[(lens > 0) & (lens <= self.max_decode_query_len)]
+            num_decodes = short_lens.size
+            decode_query_len = int(short_lens.max()) if num_decodes else 1
             long_lens = lens[lens > self.max_decode_query_len]
-            has_prefill = long_lens.numel() > 0
+            has_prefill = long_lens.size > 0
         # Lengths have no say: a captured graph of decodes is replayed with others.
         choice = self.choice_for(
             StepKind.of(num_decodes, batch.no_context, has_prefill)

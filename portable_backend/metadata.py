@@ -5,6 +5,7 @@ import copy
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from vllm.v1.attention.backend import (
     AttentionCGSupport,
@@ -154,10 +155,10 @@ class PortableMetadataBuilder(AttentionMetadataBuilder[PortableMetadata]):
             return
         metadata.query_start_loc_cpu = starts
         if bound is not None:
-            query_lens = torch.diff(starts)
-            cached = bound[:num_reqs] - query_lens
+            query_lens = np.diff(starts.numpy())
+            cached = bound[:num_reqs].numpy() > query_lens
             prefills = query_lens > self.max_decode_query_len
-            metadata.no_context = not bool((cached[prefills] > 0).any())
+            metadata.no_context = not bool((cached & prefills).any())
 
     def _plan(self, metadata: PortableMetadata) -> None:
         batch = metadata.unplanned()
