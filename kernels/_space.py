@@ -24,13 +24,13 @@ class Parameter(Generic[P]):
         values: without repeats, or a function of (problem, device) that gives them.
             Numbers count as ordered the way they are listed: only neighbours in the
             list are adjacent.
-        reason: why these values and no others.
+        about: what it stands for, and why it has no other values, for people.
         platforms: where configs have it.
     """
 
     name: str
     values: Sequence[Value] | Callable[[P, DeviceInfo], Sequence[Value]]
-    reason: str = ""
+    about: str = ""
     platforms: tuple[str, ...] = PLATFORMS
 
     def __post_init__(self) -> None:

@@ -320,7 +320,7 @@ class ConfigSpace(Generic[P]):
                 wrong.add(name)
             elif config[name] not in grid.values[name]:
                 given = f"{name} is {config[name]!r}, not {listed}"
-                reasons.append(_because(given, parameter.reason))
+                reasons.append(_because(given, parameter.about))
                 wrong.add(name)
         for derived in grid.derived:
             name = derived.name
