@@ -107,8 +107,8 @@ DECODE_SPACE: ConfigSpace[AttentionShape] = ConfigSpace(
         ),
         Constraint(
             "registers",
-            "accumulators and scores of 16 rows may take 160 of a lane's registers at "
-            "most: those of 64 rows spill otherwise",
+            "accumulators and scores are held in registers: of 16 query rows, they may "
+            "take 160 of a lane's at most",
             ("BLOCK_N", "num_warps"),
             _decode_fits_registers,
         ),
