@@ -124,7 +124,8 @@ class AttentionConfig:
         return cls(*(KernelConfig.from_dict(params[k]) for k in cls.__annotations__))
 
 
-# Spaces with a larger product are sampled without listing them.
+# Spaces with a larger product are sampled without listing them; smaller ones, too,
+# where listing a hundred points for each config asked for would not reach the end.
 _LISTED = 50_000
 # So many draws in vain, one after the other, and members are too rare for drawing.
 _VAIN_DRAWS = 2_000
@@ -203,21 +204,20 @@ class ConfigSpace(Generic[P]):
         if n < 0:
             raise bad_argument("n", "0 or more", n, "pass how many configs to draw")
         grid = self._grid(problem, device)
-        if grid.size <= _LISTED:
-            members = list(grid.walk())
-            return [
-                KernelConfig.from_dict(m)
-                for m in rng.sample(members, min(n, len(members)))
-            ]
+        few = grid.size <= min(_LISTED, 100 * n)
         found: dict[KernelConfig, None] = {}
         in_vain = 0
-        while len(found) < n and in_vain < _VAIN_DRAWS:
+        while not few and len(found) < n and in_vain < _VAIN_DRAWS:
             before = len(found)
             drawn = grid.draw(rng)
             if drawn is not None:
                 found[KernelConfig.from_dict(drawn)] = None
             in_vain = 0 if len(found) > before else in_vain + 1
-        if len(found) < n:
+        missing = n - len(found)
+        if missing and grid.size <= _LISTED:
+            rest = [c for c in self.configs(problem, device) if c not in found]
+            found |= dict.fromkeys(rng.sample(rest, min(missing, len(rest))))
+        elif missing:
             for member in grid.walk(rng=rng):
                 found[KernelConfig.from_dict(member)] = None
                 if len(found) == n:
@@ -310,34 +310,34 @@ class ConfigSpace(Generic[P]):
         for name in config:
             if name not in names:
                 reasons.append(self._unknown(name, list(names), device.platform))
+        given = {name: config[name] for name in config if name in names}
         for parameter in self.parameters:
             name = parameter.name
             if name not in grid.values:
                 continue
             listed = f"one of {_listed(grid.values[name])}"
-            if name not in config:
+            if name not in given:
                 reasons.append(f"{name} is missing: {listed}")
                 wrong.add(name)
-            elif config[name] not in grid.values[name]:
-                given = f"{name} is {config[name]!r}, not {listed}"
-                reasons.append(_because(given, parameter.about))
+            elif given[name] not in grid.values[name]:
+                statement = f"{name} is {given[name]!r}, not {listed}"
+                reasons.append(_because(statement, parameter.about))
                 wrong.add(name)
         for derived in grid.derived:
             name = derived.name
             if wrong & set(derived.reads):
                 wrong.add(name)
                 continue
-            due = derived.value_for(config, problem, device)
-            if name not in config or config[name] != due:
-                given = repr(config[name]) if name in config else "missing"
-                reasons.append(
-                    _because(f"{name} is {given}, not {due!r}", derived.reason)
-                )
+            due = derived.value_for(given, problem, device)
+            if name not in given or given[name] != due:
+                found = repr(given[name]) if name in given else "missing"
+                statement = f"{name} is {found}, not {due!r}"
+                reasons.append(_because(statement, derived.reason))
                 wrong.add(name)
         for constraint in self.constraints:
             if wrong & set(constraint.reads):
                 continue
-            if not constraint.check(config, problem, device):
+            if not constraint.check(given, problem, device):
                 reasons.append(f"{constraint.name}: {constraint.reason}")
         return reasons
 
