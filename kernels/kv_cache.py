@@ -29,66 +29,24 @@ from portable_backend.kernels._launch import (
     wait_for_earlier,
 )
 from portable_backend.kernels.config import KernelConfig
+from portable_backend.kernels.kv_cache_space import (
+    VECTOR_BUCKET,
+    candidate_configs,
+    default_config,
+    default_configs,
+)
+
+__all__ = [
+    "DTYPES",
+    "VECTOR_BUCKET",
+    "candidate_configs",
+    "default_config",
+    "default_configs",
+    "vector_size",
+    "write_kv_cache",
+]
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
-
-# The default config depends on a call's size through this step only, so that
-# default_configs() lists all that is compiled: up to so many vectors, and more.
-VECTOR_BUCKET = 1 << 18
-
-
-def default_config(*, num_vectors: int, device: DeviceInfo) -> KernelConfig:
-    """Vectors per program, and warps.
-
-    One vector of K and of V per lane while the device can hold all lanes at once, two
-    beyond; the interpreter wants few, large programs.
-
-    Args:
-        num_vectors: of all new keys, 16 bytes each; counts as its bucket only.
-        device: what the kernel will run on.
-    """
-    if device.platform == "interpreter":
-        return KernelConfig.of(VECTORS=8192, num_warps=1)
-    small = num_vectors <= VECTOR_BUCKET
-    return KernelConfig.of(
-        VECTORS=128 if small else 256,
-        num_warps=128 // device.limits.warp_size,
-        launch_pdl=(small and device.limits.has_early_launch) or None,
-    )
-
-
-def default_configs(*, device: DeviceInfo) -> list[KernelConfig]:
-    """Each config that default_config() can return, without repeats."""
-    sizes = (VECTOR_BUCKET, VECTOR_BUCKET + 1)
-    return list(
-        dict.fromkeys(default_config(num_vectors=n, device=device) for n in sizes)
-    )
-
-
-def candidate_configs(*, num_vectors: int, device: DeviceInfo) -> list[KernelConfig]:
-    """Configs worth timing, the default first.
-
-    num_warps: 64 to 512 lanes; programs share nothing, so more only start later.
-    VECTORS: one to four per lane; more than one only where two programs per unit
-    remain.
-    launch_pdl: as in the default, where programs are few: a launch that begins early
-    hides its latency.
-    """
-    if device.platform == "interpreter":
-        device = DeviceInfo.for_arch("sm80")
-    found = [default_config(num_vectors=num_vectors, device=device)]
-    for lanes in (64, 128, 256, 512):
-        for per_lane in (1, 2, 4):
-            vectors = lanes * per_lane
-            if per_lane > 1 and num_vectors < 2 * device.num_units * vectors:
-                continue
-            found.append(
-                found[0].replace(
-                    VECTORS=vectors, num_warps=lanes // device.limits.warp_size
-                )
-            )
-    return list(dict.fromkeys(found))
 
 
 def vector_size(head_size: int, dtype: torch.dtype) -> int:
