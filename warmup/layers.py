@@ -136,7 +136,9 @@ class Layer:
             except RecordError as error:
                 line_problems.append(str(error))
         self.report(path, line_problems)
-        path, table_problems, is_newer = self.path(kernel, gpu), [], False
+        path = self.path(kernel, gpu)
+        table_problems: list[str] = []
+        is_newer = False
         if table is not None:
             try:
                 parsed = parse_table(table, str(path), kernel, gpu)
@@ -258,10 +260,9 @@ class WritableLayer(Layer):
         with self._locked(kernel, gpu):
             _replace(self.path(kernel, gpu, suffix), data)
 
-    def delete(self, kernel: str, gpu: str) -> None:
-        """Delete a table and its journal."""
+    def delete(self, kernel: str, gpu: str, suffixes: Iterable[str]) -> None:
         with self._locked(kernel, gpu):
-            for suffix in (TABLE, JOURNAL):
+            for suffix in suffixes:
                 self.path(kernel, gpu, suffix).unlink(missing_ok=True)
 
     def _torn_tail(self, kernel: str, gpu: str, journal: bytes) -> bytes:

@@ -93,6 +93,13 @@ class TuningKey:
         """The fields that must match, and the names of those that need not."""
         return tuple((n, "" if n in SIZE_FIELDS else v) for n, v in self.fields)
 
+    def distance(self, other: "TuningKey") -> float:
+        """How far sizes are apart, in factors of two; infinite if the rest differs."""
+        if self.kernel != other.kernel or self.structure != other.structure:
+            return math.inf
+        pairs = zip(self.sizes, other.sizes, strict=True)
+        return sum(_factors_of_two(own, theirs) for (_, own), (_, theirs) in pairs)
+
     def __hash__(self) -> int:
         return self._hash
 
@@ -245,6 +252,11 @@ def record_from_dict(
         return TuningRecord(key=key, config=config, extra=extra, **known)
     except (ValueError, TypeError) as error:
         raise RecordError(f"{where}: {error}") from None
+
+
+def _factors_of_two(one: int, other: int) -> float:
+    # From 0 to 1 counts like a doubling.
+    return abs(math.log2(max(one, 0.5)) - math.log2(max(other, 0.5)))
 
 
 def short(value: object) -> str:

@@ -6,9 +6,12 @@ import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
+from urllib.parse import unquote
 
 from portable_backend import kernels
-from portable_backend.warmup.layers import Layer, WritableLayer
+from portable_backend.errors import RecordError
+from portable_backend.warmup.layers import PORTFOLIO, Layer, WritableLayer
+from portable_backend.warmup.portfolio import Portfolio, parse_portfolio
 from portable_backend.warmup.records import TuningRecord
 from portable_backend.warmup.tables import merge_records
 
@@ -33,6 +36,7 @@ class RecordStore:
         self._writable = [x for x in self.layers if isinstance(x, WritableLayer)]
         self._process: dict[str, list[TuningRecord]] = {}
         self._read: dict[str, tuple[tuple[str, TuningRecord], ...]] = {}
+        self._portfolios: dict[str, tuple[tuple[str, Portfolio], ...]] = {}
         self._problems: dict[str, tuple[str, ...]] = {}
         self._touched: set[tuple[str, str]] = set()
         self._lock = threading.RLock()
@@ -83,6 +87,13 @@ class RecordStore:
             own = merge_records(self._process.get(kernel, ())).all
             return (*((PROCESS, record) for record in own), *self._read[kernel])
 
+    def portfolios(self, kernel: str) -> tuple[tuple[str, Portfolio], ...]:
+        """(layer's name, portfolio) for a kernel, layers in order."""
+        with self._lock:
+            if kernel not in self._read:
+                self._load(kernel)
+            return self._portfolios[kernel]
+
     def problems(self, kernel: str) -> tuple[str, ...]:
         """Why files or entries for a kernel were not used."""
         self.records(kernel)
@@ -97,6 +108,7 @@ class RecordStore:
         """Read the files again when they are next asked for."""
         with self._lock:
             self._read.clear()
+            self._portfolios.clear()
             self._problems.clear()
 
     def compact(self) -> bool:
@@ -123,11 +135,21 @@ class RecordStore:
 
     def _load(self, kernel: str) -> None:
         found: list[tuple[str, TuningRecord]] = []
+        portfolios: list[tuple[str, Portfolio]] = []
         problems: list[str] = []
         for layer in self.layers:
             for file in layer.load(kernel):
                 found += [(layer.name, record) for record in file.records]
                 problems += file.problems
+            for path, data in layer.portfolios(kernel):
+                gpu = unquote(path.name.removesuffix(PORTFOLIO))
+                try:
+                    portfolio = parse_portfolio(data, str(path), kernel, gpu)
+                    portfolios.append((layer.name, portfolio))
+                except RecordError as error:
+                    layer.report(path, [str(error)])
+                    problems.append(str(error))
+        self._portfolios[kernel] = tuple(portfolios)
         self._read[kernel] = tuple(found)
         self._problems[kernel] = tuple(problems)
 
