@@ -7,6 +7,7 @@ import os
 
 from portable_backend.kernels.config import KernelConfig
 from portable_backend.warmup.matching import Environment
+from portable_backend.warmup.portfolio import Portfolio, cover_buckets
 from portable_backend.warmup.records import TuningKey, TuningRecord
 
 GPU, ARCH, DIGEST = "nvidia_h200", "sm90", "sha256:aa"
@@ -39,6 +40,14 @@ def make_record(key: TuningKey | None = None, **fields) -> TuningRecord:
         "trials": 12,
     }
     return TuningRecord(key=key or make_key(), **usual | fields)
+
+
+def make_portfolio(**fields) -> Portfolio:
+    """Two configs for three lengths of a sequence: BLOCK_N of 16, and 32 for 1328."""
+    small, large = make_config(16), make_config(32)
+    times = {make_key(n): {small: n, large: 100.0} for n in (1, 54, 1328)}
+    usual = {"gpu": GPU, "arch": ARCH, "kernel_digest": DIGEST, "toolchain": TOOLCHAIN}
+    return Portfolio.of(cover_buckets(times, 2), **usual | fields)
 
 
 @contextlib.contextmanager

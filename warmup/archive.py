@@ -8,6 +8,7 @@ checksums and every entry are checked before anything is merged.
 import hashlib
 import io
 import json
+import struct
 import zipfile
 import zlib
 from collections.abc import Iterable, Mapping
@@ -36,6 +37,18 @@ from portable_backend.warmup.tables import (
 FORMAT = "portable-backend-records"
 MANIFEST = "manifest.json"
 _MAX_MEMBERS = 10_000
+# What zipfile raises for damaged archives; it does not document all of them.
+_ZIP_ERRORS = (
+    zipfile.BadZipFile,
+    zlib.error,
+    struct.error,
+    EOFError,
+    NotImplementedError,
+    OSError,
+    OverflowError,
+    RuntimeError,
+    ValueError,
+)
 
 
 @dataclass(frozen=True)
@@ -92,10 +105,13 @@ def read_archive(path: Path) -> Archive:
         OSError: the file cannot be read.
         RecordError: it is no such archive, was changed, or holds anything else.
     """
+    data = path.read_bytes()
     try:
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
             files = _members(archive, str(path))
-    except (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError) as error:
+    except RecordError:
+        raise
+    except _ZIP_ERRORS as error:
         raise RecordError(f"{path}: not an archive of records: {error}") from None
     _check_manifest(parse_json(files.pop(MANIFEST), f"{path}, {MANIFEST}"), files, path)
     records: list[TuningRecord] = []

@@ -8,7 +8,9 @@ raises while an engine serves; a file that cannot be used costs one log line.
 
 import contextlib
 import errno
+import functools
 import logging
+import operator
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator
@@ -200,6 +202,8 @@ class WritableLayer(Layer):
     def compact(self, kernel: str, gpu: str) -> bool:
         """Move the journal into the table; False, with one log line, on failure."""
         try:
+            if not self.path(kernel, gpu, JOURNAL).exists():
+                return True
             self.rewrite(kernel, gpu, lambda records: records)
         except NewerSchemaError:
             return False  # reported when it was read; the journal goes on growing
@@ -252,7 +256,7 @@ class WritableLayer(Layer):
         for record in records:
             by_file.setdefault((record.key.kernel, record.gpu), []).append(record)
         for (kernel, gpu), group in sorted(by_file.items()):
-            self.rewrite(kernel, gpu, lambda held, group=group: (*held, *group))  # type: ignore[misc]
+            self.rewrite(kernel, gpu, functools.partial(operator.add, tuple(group)))
         return len(by_file)
 
     def write_file(self, kernel: str, gpu: str, suffix: str, data: bytes) -> None:
@@ -260,10 +264,10 @@ class WritableLayer(Layer):
         with self._locked(kernel, gpu):
             _replace(self.path(kernel, gpu, suffix), data)
 
-    def delete(self, kernel: str, gpu: str, suffixes: Iterable[str]) -> None:
+    def delete_table(self, kernel: str, gpu: str) -> None:
+        """Delete a table; what its journal holds stays."""
         with self._locked(kernel, gpu):
-            for suffix in suffixes:
-                self.path(kernel, gpu, suffix).unlink(missing_ok=True)
+            self.path(kernel, gpu).unlink(missing_ok=True)
 
     def _torn_tail(self, kernel: str, gpu: str, journal: bytes) -> bytes:
         """Torn, or still being written? Once the lock is free it is known."""

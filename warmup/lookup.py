@@ -92,7 +92,7 @@ class Explanation:
             "key": self.key.to_dict(),
             "grade": self.choice.grade,
             "layer": self.choice.layer,
-            "config": self.choice.config.to_dict(),
+            "config": self.choice.config.to_dict() or None,
             "reasons": list(self.choice.reasons),
             "candidates": [candidate.to_dict() for candidate in self.candidates],
             "problems": list(self.problems),

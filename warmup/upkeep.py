@@ -2,14 +2,13 @@
 """Upkeep of the writable layer: what is stale goes, what is doubtful is measured."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import date
 
-from portable_backend.errors import RecordError, UnsupportedError
-from portable_backend.warmup.layers import JOURNAL, TABLE, WritableLayer
+from portable_backend.errors import RecordError, UnsupportedError, bad_argument
+from portable_backend.warmup.layers import TABLE, WritableLayer
 from portable_backend.warmup.records import SCHEMA, TuningRecord
-from portable_backend.warmup.tables import merge_records
 
 
 @dataclass(frozen=True)
@@ -60,19 +59,21 @@ def prune(
         The records that go, and the paths of the tables that go.
 
     Raises:
+        ValueError: `min_schema` is above what this version writes.
         OSError: a file cannot be written.
     """
+    if min_schema is not None and min_schema > SCHEMA:
+        raise bad_argument(
+            "min_schema", f"at most {SCHEMA}", min_schema, "nothing would be left"
+        )
     removed: list[TuningRecord] = []
     tables: list[str] = []
     for kernel in layer.kernels():
         for gpu in layer.gpus(kernel):
             if min_schema is not None and _schema(layer, kernel, gpu) < min_schema:
                 tables.append(str(layer.path(kernel, gpu)))
-                # Journals hold what this version wrote.
-                suffixes = [TABLE, JOURNAL] if min_schema > SCHEMA else [TABLE]
                 if not dry_run:
-                    layer.delete(kernel, gpu, suffixes)
-                continue
+                    layer.delete_table(kernel, gpu)
             wanted = (digests or {}).get(kernel)
             held = layer.load_file(kernel, gpu).records
             stale = {
@@ -80,7 +81,7 @@ def prune(
             }
             removed += sorted(stale, key=lambda record: record.content)
             if stale and not dry_run:
-                layer.rewrite(kernel, gpu, lambda now, gone=stale: set(now) - gone)  # type: ignore[misc]
+                layer.rewrite(kernel, gpu, _without(stale))
     return removed, tables
 
 
@@ -109,14 +110,8 @@ def verify(
     verdicts = []
     for record in records:
         verdict = _judge(record, measurer)
-        layer.rewrite(
-            record.key.kernel,
-            record.gpu,
-            lambda held, v=verdict: (  # type: ignore[misc]
-                *(r for r in held if r != v.record),
-                *([v.after] if v.after else []),
-            ),
-        )
+        change = _without([record], verdict.after)
+        layer.rewrite(record.key.kernel, record.gpu, change)
         verdicts.append(verdict)
         on_verdict(verdict)
     return verdicts
@@ -140,9 +135,16 @@ def _judge(record: TuningRecord, measurer: Measurer) -> Verdict:
     return Verdict(record, after)
 
 
-def served(layer: WritableLayer, kernel: str, gpu: str) -> tuple[TuningRecord, ...]:
-    """The winners of one file."""
-    return merge_records(layer.load_file(kernel, gpu).records).served
+def _without(
+    gone: Collection[TuningRecord], instead: TuningRecord | None = None
+) -> Callable[[tuple[TuningRecord, ...]], list[TuningRecord]]:
+    """The change that removes records and may add one."""
+
+    def change(held: tuple[TuningRecord, ...]) -> list[TuningRecord]:
+        kept = [record for record in held if record not in gone]
+        return kept if instead is None else [*kept, instead]
+
+    return change
 
 
 def _schema(layer: WritableLayer, kernel: str, gpu: str) -> float:

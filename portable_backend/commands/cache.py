@@ -16,15 +16,17 @@ from portable_backend.settings import Settings
 from portable_backend.warmup.archive import archive_of, read_archive
 from portable_backend.warmup.digest import current_digests
 from portable_backend.warmup.layers import Layer, WritableLayer
-from portable_backend.warmup.lookup import Lookup
+from portable_backend.warmup.lookup import Lookup, SpaceCheck
 from portable_backend.warmup.matching import Environment, current_toolchain
-from portable_backend.warmup.records import TuningKey, TuningRecord
+from portable_backend.warmup.records import SCHEMA, TuningKey, TuningRecord
 from portable_backend.warmup.store import USER_CACHE, RecordStore
 from portable_backend.warmup.tables import merge_records
 from portable_backend.warmup.upkeep import Measurer, Verdict, prune, verify
 
 # Measures a record on the GPU at hand. None until there is one: `verify` says so.
 MEASURER: Measurer | None = None
+# Why today's space does not hold a config; None leaves that out of explanations.
+SPACE_CHECK: SpaceCheck | None = None
 
 
 def add_parser(groups: Any) -> None:
@@ -111,7 +113,13 @@ def run_show(args: argparse.Namespace) -> int:
 
 
 def run_explain(args: argparse.Namespace) -> int:
-    lookup = Lookup(_store(args), _environment(args), lambda key: KernelConfig(()))
+    # The default config is code, not a record, and left out.
+    lookup = Lookup(
+        _store(args),
+        _environment(args),
+        lambda key: KernelConfig(()),
+        space_check=SPACE_CHECK,
+    )
     explanation = lookup.explain(_key(args.kernel, args.field))
     _print(args, explanation.to_dict(), [str(explanation)])
     return DONE
@@ -188,6 +196,8 @@ def run_verify(args: argparse.Namespace) -> int:
 def run_prune(args: argparse.Namespace) -> int:
     if not args.stale and args.min_schema is None:
         raise UsageError("prune needs --stale, --min-schema or both")
+    if args.min_schema is not None and args.min_schema > SCHEMA:
+        raise UsageError(f"--min-schema must be at most {SCHEMA}")
     removed, tables = prune(
         _user_cache(args),
         digests=current_digests() if args.stale else None,
