@@ -65,6 +65,8 @@ def test_the_same_records_give_the_same_bytes(path):
     again = archive_of(RECORDS[::-1], [make_portfolio()])
     assert again.to_bytes() == path.read_bytes()
     assert read_archive(path).to_bytes() == path.read_bytes()
+    with zipfile.ZipFile(path) as archive:
+        assert {info.date_time[0] for info in archive.infolist()} == {1980}
 
 
 def test_an_import_merges_by_the_conflict_rule(path, tmp_path):

@@ -142,9 +142,6 @@ def _members(archive: zipfile.ZipFile, where: str) -> dict[str, bytes]:
     size = sum(info.file_size for info in infos)
     if size > MAX_FILE_BYTES:
         raise RecordError(f"{where}: must hold at most {MAX_FILE_BYTES}, got {size}")
-    for name in names:
-        if name != MANIFEST:
-            _split(name, where)
     return {info.filename: archive.read(info) for info in infos}
 
 
