@@ -253,11 +253,13 @@ def test_a_reader_that_stops_early_gets_no_traceback(folder, count):
     layer.merge_in(make_record(make_key(n)) for n in range(count))
     code = "import sys; from portable_backend import cli; "
     code += "sys.exit(cli.main(['cache', 'show']))"
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    environ.pop("PYTHONUNBUFFERED", None)
     child = subprocess.Popen(
         [sys.executable, "-P", "-c", code],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        env=environ,
     )
     child.stdout.close()
     _, err = child.communicate()

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -234,6 +235,44 @@ def test_a_torn_line_is_cut_off_before_the_next_is_written(tmp_path):
     with log_lines() as lines:
         assert _held(tmp_path) == set(records)
     assert not lines
+
+
+def test_a_compaction_between_a_readers_two_reads_hides_nothing(tmp_path, monkeypatch):
+    record = make_record()
+    WritableLayer("", tmp_path).append(record)
+    reader = Layer("", tmp_path)
+    read = reader._read
+
+    def read_and_compact(path):
+        data = read(path)
+        assert WritableLayer("", tmp_path).compact("decode", GPU)
+        return data
+
+    monkeypatch.setattr(reader, "_read", read_and_compact)
+    assert reader.load_file("decode", GPU).records == (record,)
+
+
+def test_a_line_that_is_still_being_written_is_not_called_torn(tmp_path):
+    layer = WritableLayer("", tmp_path)
+    layer.append(make_record())
+    line = make_record(make_key(1)).to_line().encode() + b"\n"
+    is_half_written = threading.Event()
+
+    def write_slowly():
+        with layer._locked("decode", GPU), open(tmp_path / JOURNAL_PATH, "ab") as file:
+            file.write(line[:50])
+            file.flush()
+            is_half_written.set()
+            time.sleep(0.1)
+            file.write(line[50:])
+
+    writer = threading.Thread(target=write_slowly)
+    writer.start()
+    is_half_written.wait()
+    with log_lines() as lines:
+        (held,) = WritableLayer("", tmp_path).load("decode")
+    writer.join()
+    assert not lines and not held.problems and held.records == (make_record(),)
 
 
 def test_a_folder_that_cannot_be_written_leaves_this_process_its_records():
