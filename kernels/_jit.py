@@ -21,4 +21,5 @@ def device_function(fn: Callable[..., Any]) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
         return rewrite()(*args, **kwargs)
 
+    call.fn = fn  # type: ignore[attr-defined]  # as a jit function has it
     return call

@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = {
     "portable_backend": ROOT / "portable_backend",
     "portable_backend.bench": ROOT / "portable_backend" / "bench",
+    "portable_backend.commands": ROOT / "portable_backend" / "commands",
     "portable_backend.kernels": ROOT / "kernels",
     "portable_backend.warmup": ROOT / "warmup",
 }
@@ -101,9 +102,24 @@ def _loaded_after(code: str) -> set[str]:
         "portable_backend.worker_extension",
         "portable_backend.bench",
         "portable_backend.bench.cli",
+        "portable_backend.cli",
+        "portable_backend.kernels",
+        "portable_backend.kernels.config",
+        "portable_backend.warmup.archive",
+        "portable_backend.warmup.digest",
+        "portable_backend.warmup.lookup",
+        "portable_backend.warmup.upkeep",
     ],
 )
 def test_light_modules_import_nothing_heavy(module):
     loaded = _loaded_after(f"import {module}")
     assert "portable_backend" in loaded
-    assert not loaded & {"torch", "triton", "vllm", "numpy"}
+    assert not loaded & {
+        "torch",
+        "triton",
+        "vllm",
+        "numpy",
+        "optuna",
+        "sklearn",
+        "rich",
+    }

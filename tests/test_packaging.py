@@ -99,6 +99,9 @@ def test_wheel_metadata_is_what_pyproject_says(wheel):
     assert set(metadata.get_all("Provides-Extra")) >= {"cpu", "tune", "study", "test"}
     for requirement in metadata.get_all("Requires-Dist"):
         assert "extra ==" in requirement, "a plain install must not touch torch or vLLM"
+    assert "[console_scripts]\nportable-backend = portable_backend.cli:main" in (
+        entry_points
+    )
     for group in ("general_plugins", "platform_plugins"):
         assert f"[vllm.{group}]\nportable = portable_backend.plugin:" in entry_points
 
@@ -130,6 +133,13 @@ def test_package_imports_without_torch_triton_and_vllm(fresh_python):
     code = "import sys, portable_backend, portable_backend.plugin; "
     code += "print([m for m in ('torch', 'triton', 'vllm') if m in sys.modules])"
     assert _run(fresh_python, code) == "[]"
+
+
+def test_records_are_read_without_torch_and_triton(fresh_python, tmp_path):
+    code = "import sys; from portable_backend.cli import main; "
+    code += f"code = main(['cache', 'list', '--cache-dir', {str(tmp_path)!r}]); "
+    code += "print(code, [m for m in ('torch', 'triton') if m in sys.modules])"
+    assert _run(fresh_python, code) == "no records in any layer\n0 []"
 
 
 def test_tests_run_on_an_installation_not_on_the_checkout():

@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`portable-backend cache`: records people can read, ship and review."""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from portable_backend.commands import DONE, FAILED, UsageError
+from portable_backend.device import DeviceInfo
+from portable_backend.errors import RecordError
+from portable_backend.kernels.config import KernelConfig
+from portable_backend.settings import Settings
+from portable_backend.warmup.archive import archive_of, read_archive
+from portable_backend.warmup.digest import current_digests
+from portable_backend.warmup.layers import Layer, WritableLayer
+from portable_backend.warmup.lookup import Lookup, SpaceCheck
+from portable_backend.warmup.matching import Environment, current_toolchain
+from portable_backend.warmup.records import SCHEMA, TuningKey, TuningRecord
+from portable_backend.warmup.store import USER_CACHE, RecordStore
+from portable_backend.warmup.tables import merge_records
+from portable_backend.warmup.upkeep import Measurer, Verdict, prune, verify
+
+# Measures a record on the GPU at hand. None until there is one: `verify` says so.
+MEASURER: Measurer | None = None
+# Why today's space does not hold a config; None leaves that out of explanations.
+SPACE_CHECK: SpaceCheck | None = None
+
+
+def add_parser(groups: Any) -> None:
+    text = "tuning records: list, show, explain, ship and tidy them"
+    group = groups.add_parser("cache", help=text, description=text)
+    commands = group.add_subparsers(required=True, metavar="command")
+
+    def add(name: str, func: Any, text: str) -> argparse.ArgumentParser:
+        parser: argparse.ArgumentParser = commands.add_parser(
+            name, help=text, description=text
+        )
+        parser.set_defaults(func=func)
+        option = parser.add_argument
+        option("--cache-dir", type=Path, help="not PORTABLE_BACKEND_CACHE_DIR")
+        option("--json", action="store_true", help="the result as JSON")
+        return parser
+
+    _add_filters(add("list", run_list, "files of every layer, and what is wrong"))
+    _add_filters(add("show", run_show, "every record that is served"))
+    parser = add("explain", run_explain, "why a lookup gives what it gives")
+    parser.add_argument("kernel")
+    parser.add_argument("field", nargs="+", help="name=value, such as num_seqs=32")
+    parser.add_argument("--gpu", help="canonical name (default: the GPU at hand)")
+    parser.add_argument("--arch", help="its architecture, such as sm90; with --gpu")
+    parser = add("export", run_export, "write records to one file to share")
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--layers", action="store_true", help="read-only layers too")
+    _add_filters(parser)
+    parser = add("import", run_import, "merge an exported file into the user cache")
+    parser.add_argument("file", type=Path)
+    parser = add("merge", run_merge, "merge other cache folders into the user cache")
+    parser.add_argument("folder", type=Path, nargs="+")
+    parser = add("verify", run_verify, "measure the user cache's records once more")
+    _add_filters(parser)
+    parser = add("prune", run_prune, "remove records that can no longer be used")
+    parser.add_argument("--stale", action="store_true", help="of other kernel code")
+    parser.add_argument("--min-schema", type=int, help="files of an earlier schema")
+    parser.add_argument("--dry-run", action="store_true", help="only say what would go")
+
+
+def _add_filters(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--kernel", help="only this kernel")
+    parser.add_argument("--gpu", help="only this GPU")
+
+
+def run_list(args: argparse.Namespace) -> int:
+    rows = []
+    for layer in _store(args).layers:
+        for kernel, gpu in _files(layer, args):
+            held = layer.load_file(kernel, gpu)
+            merged = merge_records(held.records)
+            rows.append(
+                {
+                    "layer": layer.name,
+                    "kernel": kernel,
+                    "gpu": gpu,
+                    "records": len(merged.served),
+                    "verified": sum(record.verified for record in merged.served),
+                    "history": len(merged.history),
+                    "digests": sorted({r.kernel_digest for r in merged.served}),
+                    "problems": list(held.problems),
+                    "path": str(layer.path(kernel, gpu)),
+                }
+            )
+    lines = [
+        f"{row['layer']}  {row['kernel']}  {row['gpu']}: {row['records']} records, "
+        f"{row['verified']} verified, {row['history']} in history  ({row['path']})"
+        for row in rows
+    ]
+    _print(args, rows, lines or ["no records in any layer"])
+    return FAILED if any(row["problems"] for row in rows) else DONE
+
+
+def run_show(args: argparse.Namespace) -> int:
+    rows, lines = [], []
+    for layer in _store(args).layers:
+        for record in _served(layer, args):
+            place = {"layer": layer.name, "kernel": record.key.kernel}
+            place |= {"gpu": record.gpu, "arch": record.arch}
+            rows.append(place | record.to_dict())
+            lines.append(_line(layer.name, record))
+    _print(args, rows, lines or ["no records in any layer"])
+    return DONE
+
+
+def run_explain(args: argparse.Namespace) -> int:
+    # The default config is code, not a record, and left out.
+    lookup = Lookup(
+        _store(args),
+        _environment(args),
+        lambda key: KernelConfig(()),
+        space_check=SPACE_CHECK,
+    )
+    explanation = lookup.explain(_key(args.kernel, args.field))
+    _print(args, explanation.to_dict(), [str(explanation)])
+    return DONE
+
+
+def run_export(args: argparse.Namespace) -> int:
+    store = _store(args)
+    names = {layer.name for layer in store.layers if args.layers} | {USER_CACHE}
+    layers = [layer for layer in store.layers if layer.name in names]
+    records = [r for layer in layers for r in _records(layer, args)]
+    portfolios = {
+        (portfolio.kernel, portfolio.gpu): portfolio
+        for kernel in dict.fromkeys(name for x in layers for name in x.kernels())
+        for layer, portfolio in reversed(store.portfolios(kernel))
+        if layer in names and _wanted(args, kernel, portfolio.gpu)
+    }
+    data = archive_of(records, portfolios.values()).to_bytes()
+    args.file.write_bytes(data)
+    result = {"file": str(args.file), "records": len(records), "bytes": len(data)}
+    _print(args, result, [f"{args.file}: {len(records)} records, {len(data)} bytes"])
+    return DONE
+
+
+def run_import(args: argparse.Namespace) -> int:
+    archive = read_archive(args.file)
+    layer = _user_cache(args)
+    archive.merge_into(layer)
+    count = len(archive.records)
+    result = {"cache_dir": str(layer.root), "records": count}
+    _print(args, result, [f"{count} records merged into {layer.root}"])
+    return DONE
+
+
+def run_merge(args: argparse.Namespace) -> int:
+    records: list[TuningRecord] = []
+    problems: list[str] = []
+    for folder in args.folder:
+        if not folder.is_dir():
+            raise UsageError(f"{folder} must be a folder of records, and is none")
+        source = Layer(str(folder), folder)
+        for kernel in source.kernels():
+            for held in source.load(kernel):
+                records += held.records
+                problems += held.problems
+    layer = _user_cache(args)
+    layer.merge_in(records)
+    result = {"cache_dir": str(layer.root), "records": len(records)}
+    _print(
+        args,
+        result | {"problems": problems},
+        [f"{len(records)} records merged into {layer.root}"],
+    )
+    return FAILED if problems else DONE
+
+
+def run_verify(args: argparse.Namespace) -> int:
+    layer = _user_cache(args)
+    verdicts = verify(
+        layer, list(_served(layer, args)), MEASURER, on_verdict=_show_progress
+    )
+    failed = [verdict for verdict in verdicts if verdict.after is None]
+    result = {
+        "verified": len(verdicts) - len(failed),
+        "dropped": [
+            {"key": str(verdict.record.key), "problem": verdict.problem}
+            for verdict in failed
+        ],
+    }
+    lines = [f"dropped {v.record.key}: {v.problem}" for v in failed]
+    _print(args, result, [*lines, f"{result['verified']} records verified"])
+    return FAILED if failed else DONE
+
+
+def run_prune(args: argparse.Namespace) -> int:
+    if not args.stale and args.min_schema is None:
+        raise UsageError("prune needs --stale, --min-schema or both")
+    if args.min_schema is not None and args.min_schema > SCHEMA:
+        raise UsageError(f"--min-schema must be at most {SCHEMA}")
+    removed, tables = prune(
+        _user_cache(args),
+        digests=current_digests() if args.stale else None,
+        min_schema=args.min_schema,
+        dry_run=args.dry_run,
+    )
+    verb = "would remove" if args.dry_run else "removed"
+    result = {
+        "dry_run": args.dry_run,
+        "records": [{"gpu": r.gpu, "key": str(r.key)} for r in removed],
+        "tables": tables,
+    }
+    lines = [f"{verb} {r.key} on {r.gpu}" for r in removed]
+    lines += [f"{verb} {path}" for path in tables]
+    lines.append(f"{verb} {len(removed)} records and {len(tables)} tables")
+    _print(args, result, lines)
+    return DONE
+
+
+def _show_progress(verdict: Verdict) -> None:
+    state = "verified" if verdict.after else f"dropped: {verdict.problem}"
+    print(f"{verdict.record.key}: {state}", file=sys.stderr)
+
+
+def _store(args: argparse.Namespace) -> RecordStore:
+    settings = _settings()
+    return RecordStore.open(args.cache_dir or settings.cache_dir, settings.cache_layers)
+
+
+def _settings() -> Settings:
+    try:
+        return Settings.from_env()
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def _user_cache(args: argparse.Namespace) -> WritableLayer:
+    return WritableLayer(USER_CACHE, args.cache_dir or _settings().cache_dir)
+
+
+def _wanted(args: argparse.Namespace, kernel: str, gpu: str) -> bool:
+    return args.kernel in (None, kernel) and args.gpu in (None, gpu)
+
+
+def _files(layer: Layer, args: argparse.Namespace) -> Iterable[tuple[str, str]]:
+    for kernel in layer.kernels():
+        for gpu in layer.gpus(kernel):
+            if _wanted(args, kernel, gpu):
+                yield kernel, gpu
+
+
+def _records(layer: Layer, args: argparse.Namespace) -> Iterable[TuningRecord]:
+    for kernel, gpu in _files(layer, args):
+        yield from layer.load_file(kernel, gpu).records
+
+
+def _served(layer: Layer, args: argparse.Namespace) -> tuple[TuningRecord, ...]:
+    return merge_records(_records(layer, args)).served
+
+
+def _key(kernel: str, fields: list[str]) -> TuningKey:
+    values: dict[str, int | str] = {}
+    for text in fields:
+        name, separator, value = text.partition("=")
+        if not separator:
+            raise UsageError(f"a field must be name=value, got {text}")
+        values[name] = int(value) if value.lstrip("-").isdecimal() else value
+    try:
+        return TuningKey.from_dict(kernel, values)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def _environment(args: argparse.Namespace) -> Environment:
+    if bool(args.gpu) != bool(args.arch):
+        raise UsageError("--gpu and --arch must be given together")
+    try:
+        digests = current_digests()
+    except RecordError as error:
+        print(f"kernel_digest is not compared: {error}", file=sys.stderr)
+        digests = None
+    gpu, arch = args.gpu, args.arch
+    if gpu is None:
+        try:
+            device = DeviceInfo.detect("cuda")
+        except (ImportError, RuntimeError, AssertionError) as error:
+            raise UsageError(f"no GPU here ({error}); give --gpu and --arch") from None
+        gpu, arch = device.name, device.arch
+    return Environment(gpu, arch, digests, current_toolchain())
+
+
+def _line(layer: str, record: TuningRecord) -> str:
+    config = " ".join(f"{name}={value}" for name, value in record.config.items_)
+    state = "verified" if record.verified else "not verified"
+    gain = ""
+    if record.default_us:
+        gain = f", default {record.default_us:g} us"
+    return (
+        f"{layer}  {record.gpu}  {record.key}: {record.time_us:g} us{gain}, {state}, "
+        f"{config}"
+    )
+
+
+def _print(args: argparse.Namespace, result: object, lines: Iterable[str]) -> None:
+    text = json.dumps(result, indent=1) if args.json else "\n".join(lines)
+    print(text)

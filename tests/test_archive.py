@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Archives of records: the same bytes for the same records, and no trust in others'."""
+
+import hashlib
+import io
+import json
+import zipfile
+
+import pytest
+from record_fakes import (
+    DEFAULT,
+    ENVIRONMENT,
+    make_config,
+    make_key,
+    make_portfolio,
+    make_record,
+)
+
+from portable_backend.errors import RecordError
+from portable_backend.warmup.archive import archive_of, read_archive
+from portable_backend.warmup.layers import WritableLayer
+from portable_backend.warmup.lookup import Lookup
+from portable_backend.warmup.store import RecordStore
+
+RECORDS = [make_record(make_key(n), time_us=n) for n in (1, 54, 1328)]
+RECORDS += [make_record(make_key(1), time_us=9), make_record(gpu="nvidia_h100")]
+MEMBER = "decode/nvidia_h200.json"
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "records.zip"
+    path.write_bytes(archive_of(RECORDS, [make_portfolio()]).to_bytes())
+    return path
+
+
+def _rebuild(path, change):
+    """Write the archive anew after `change` to its files, with a manifest that fits."""
+    with zipfile.ZipFile(path) as archive:
+        files = {name: archive.read(name) for name in archive.namelist()}
+    manifest = json.loads(files.pop("manifest.json"))
+    change(files)
+    manifest["files"] = {
+        name: {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
+        for name, data in files.items()
+    }
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("manifest.json", json.dumps(manifest))
+        for name, data in files.items():
+            archive.writestr(name, data)
+
+
+def test_an_imported_archive_gives_exact_hits(path, tmp_path):
+    folder = tmp_path / "cache"
+    read_archive(path).merge_into(WritableLayer("", folder))
+    store = RecordStore.open(folder, shipped=tmp_path / "none")
+    lookup = Lookup(store, ENVIRONMENT, lambda key: DEFAULT)
+    for record in RECORDS[:3]:
+        choice = lookup.choose(record.key)
+        assert (choice.grade, choice.record) == ("exact", record)
+    assert lookup.choose(make_key(54, head_size=64)).grade == "portfolio"
+
+
+def test_the_same_records_give_the_same_bytes(path):
+    again = archive_of(RECORDS[::-1], [make_portfolio()])
+    assert again.to_bytes() == path.read_bytes()
+    assert read_archive(path).to_bytes() == path.read_bytes()
+    with zipfile.ZipFile(path) as archive:
+        assert {info.date_time[0] for info in archive.infolist()} == {1980}
+
+
+def test_an_import_merges_by_the_conflict_rule(path, tmp_path):
+    layer = WritableLayer("", tmp_path / "cache")
+    better = make_record(make_key(54), time_us=2, config=make_config(32))
+    worse = make_record(make_key(1), time_us=5)
+    layer.merge_in([better, worse])
+    for _ in range(2):
+        read_archive(path).merge_into(layer)
+    (file,) = [f for f in layer.load("decode") if f.gpu == "nvidia_h200"]
+    assert set(file.records) == {*RECORDS[:4], better, worse}
+
+
+def test_an_archive_cut_at_any_byte_is_refused(path):
+    data = path.read_bytes()
+    for size in range(0, len(data), 11):
+        path.write_bytes(data[:size])
+        with pytest.raises(RecordError):
+            read_archive(path)
+
+
+def test_an_archive_with_any_changed_byte_reads_the_same_or_is_refused(path):
+    data, whole = path.read_bytes(), read_archive(path)
+    refused = 0
+    for place in range(0, len(data), 7):
+        changed = bytearray(data)
+        changed[place] ^= 0x55
+        path.write_bytes(changed)
+        try:
+            assert read_archive(path) == whole
+        except RecordError:
+            refused += 1
+    assert refused > len(data) / 7 / 2
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../decode/a.json",
+        "/decode/a.json",
+        "decode/../../a.json",
+        "decode/..json",
+        "..",
+        "a.json",
+        "decode/a/b.json",
+        "decode/a.py",
+        "decode\\a.json",
+        "decode/",
+        "%2e%2e/a.json",
+        "decode/%2e%2e.json",
+        "./decode/a.json",
+        "decode/a.journal",
+    ],
+)
+def test_members_that_are_not_records_or_leave_the_folder_are_refused(path, name):
+    _rebuild(path, lambda files: files.update({name: files[MEMBER]}))
+    with pytest.raises(RecordError):
+        read_archive(path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        (b'"time_us": 54', b'"time_us": -54', "time_us must be"),
+        (b'"schema": 1', b'"schema": 2', "schema must be 1, got 2"),
+        (b'"gpu": "nvidia_h200"', b'"gpu": "nvidia_b200"', "gpu must be"),
+        (b"{", b"[", "not JSON"),
+    ],
+)
+def test_content_is_checked_although_its_checksum_fits(path, old, new, reason):
+    def change(files):
+        assert old in files[MEMBER]
+        files[MEMBER] = files[MEMBER].replace(old, new, 1)
+
+    _rebuild(path, change)
+    with pytest.raises(RecordError, match=reason):
+        read_archive(path)
+
+
+def test_a_checksum_that_does_not_fit_is_named(path):
+    with zipfile.ZipFile(path) as archive:
+        files = {name: archive.read(name) for name in archive.namelist()}
+    files[MEMBER] += b"\n"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in files.items():
+            archive.writestr(name, data)
+    with pytest.raises(RecordError, match=f"{MEMBER}: sha256 must be"):
+        read_archive(path)
+
+
+@pytest.mark.parametrize("change", [dict.clear, lambda files: files.update(b={})])
+def test_a_manifest_that_names_other_files_is_refused(path, change):
+    with zipfile.ZipFile(path) as archive:
+        files = {name: archive.read(name) for name in archive.namelist()}
+    manifest = json.loads(files["manifest.json"])
+    change(manifest["files"])
+    files["manifest.json"] = json.dumps(manifest).encode()
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in files.items():
+            archive.writestr(name, data)
+    with pytest.raises(RecordError, match="files must name every member"):
+        read_archive(path)
+
+
+def test_a_foreign_zip_is_refused(path):
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("hello.txt", "hello")
+    path.write_bytes(buffer.getvalue())
+    with pytest.raises(RecordError, match=r"must hold manifest\.json"):
+        read_archive(path)
+
+
+def test_an_archive_that_unpacks_to_too_much_is_refused(path, monkeypatch):
+    from portable_backend.warmup import archive
+
+    monkeypatch.setattr(archive, "MAX_FILE_BYTES", 100)
+    with pytest.raises(RecordError, match="at most 100"):
+        read_archive(path)
+
+
+def test_nothing_to_share_is_refused():
+    with pytest.raises(RecordError, match="at least one record"):
+        archive_of([]).to_bytes()

@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`portable-backend cache`: results on stdout, the rest on stderr, and exit codes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from record_fakes import GPU, make_key, make_record
+
+from portable_backend import cli
+from portable_backend.commands import cache
+from portable_backend.device import ARCH_LIMITS, DeviceInfo
+from portable_backend.errors import RecordError
+from portable_backend.warmup.layers import WritableLayer
+from portable_backend.warmup.upkeep import Measurement
+
+KEY = ["block_size=16", "dtype=bfloat16", "head_size=128", "num_seqs=32"]
+PLACE = ["--gpu", GPU, "--arch", "sm90"]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """The user's cache, with one record; kernels and toolchain as it names them."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("PORTABLE_BACKEND_CACHE_DIR", str(folder))
+    monkeypatch.delenv("PORTABLE_BACKEND_CACHE_LAYERS", raising=False)
+    monkeypatch.setattr(cache, "current_digests", lambda: {"decode": "sha256:aa"})
+    monkeypatch.setattr(
+        cache, "current_toolchain", lambda: dict(make_record().toolchain)
+    )
+    WritableLayer("", folder).merge_in([make_record()])
+    return folder
+
+
+@pytest.fixture
+def run(capsys):
+    def run(*arguments):
+        """Exit code, stdout (parsed if it is JSON) and stderr."""
+        try:
+            code = cli.main(["cache", *map(str, arguments)])
+        except SystemExit as error:
+            code = error.code
+        out, err = capsys.readouterr()
+        return code, json.loads(out) if "--json" in arguments else out, err
+
+    return run
+
+
+def test_list_names_files_and_counts(run):
+    code, (row,), err = run("list", "--json")
+    assert (code, err) == (0, "")
+    assert (row["layer"], row["kernel"], row["gpu"]) == ("user cache", "decode", GPU)
+    assert (row["records"], row["verified"], row["problems"]) == (1, 1, [])
+    code, out, _ = run("list")
+    assert code == 0 and f"decode  {GPU}: 1 records, 1 verified" in out
+    assert run("list", "--gpu", "other")[1] == "no records in any layer\n"
+
+
+def test_list_fails_where_a_file_is_damaged(run, folder):
+    (folder / "decode" / "broken.json").write_text("{")
+    code, rows, _ = run("list", "--json")
+    assert code == 1
+    assert [bool(row["problems"]) for row in rows] == [True, False]
+
+
+def test_show_gives_records_for_people_and_for_machines(run):
+    code, out, _ = run("show")
+    assert code == 0
+    assert "seq_len=4096" in out and "41.5 us, default 47.9 us, verified" in out
+    _, (row,), _ = run("show", "--json")
+    assert row["config"] == {"BLOCK_N": 64, "num_warps": 4} and row["gpu"] == GPU
+
+
+def test_read_only_layers_are_shown_too(run, tmp_path, monkeypatch):
+    WritableLayer("", tmp_path / "image").merge_in([make_record(make_key(1))])
+    monkeypatch.setenv("PORTABLE_BACKEND_CACHE_LAYERS", str(tmp_path / "image"))
+    _, rows, _ = run("show", "--json")
+    assert [row["layer"] for row in rows] == ["user cache", "image layer 1"]
+
+
+def test_explain_says_what_differs(run):
+    code, found, _ = run("explain", "decode", *KEY, "seq_len=8192", *PLACE, "--json")
+    assert (code, found["grade"]) == (0, "nearest")
+    (difference,) = found["candidates"][0]["differences"]
+    assert difference == {
+        "field": "seq_len",
+        "wanted": 8192,
+        "stored": 4096,
+        "blocks": True,
+    }
+    _, out, _ = run("explain", "decode", *KEY, "seq_len=8192", *PLACE)
+    assert "seq_len: wanted 8192, stored 4096" in out
+    _, out, _ = run("explain", "decode", *KEY, "seq_len=4096", *PLACE)
+    assert "exact from user cache" in out
+
+
+def test_explain_goes_on_where_kernels_cannot_be_imported(run, monkeypatch):
+    def fail():
+        raise RecordError("no triton")
+
+    monkeypatch.setattr(cache, "current_digests", fail)
+    code, out, err = run("explain", "decode", *KEY, "seq_len=4096", *PLACE)
+    assert code == 0 and "exact" in out and "not compared: no triton" in err
+
+
+def test_explain_names_what_todays_space_refuses(run, monkeypatch):
+    monkeypatch.setattr(cache, "SPACE_CHECK", lambda key, config: "too large")
+    _, found, _ = run("explain", "decode", *KEY, "seq_len=4096", *PLACE, "--json")
+    assert (found["grade"], found["config"]) == ("default", None)
+    assert found["candidates"][0]["differences"][0]["field"] == "config"
+
+
+def test_explain_takes_the_gpu_at_hand_and_asks_where_there_is_none(run, monkeypatch):
+    device = DeviceInfo(GPU, "sm90", 132, ARCH_LIMITS["sm90"])
+    monkeypatch.setattr(DeviceInfo, "detect", lambda name: device)
+    assert "exact from" in run("explain", "decode", *KEY, "seq_len=4096")[1]
+
+    def fail(name):
+        raise RuntimeError("no NVIDIA driver")
+
+    monkeypatch.setattr(DeviceInfo, "detect", fail)
+    code, out, err = run("explain", "decode", *KEY, "seq_len=4096")
+    assert (code, out) == (2, "") and "no NVIDIA driver" in err and "--gpu" in err
+
+
+def test_what_was_exported_can_be_imported_elsewhere(run, tmp_path):
+    file, other = tmp_path / "records.zip", tmp_path / "other"
+    code, result, _ = run("export", file, "--json")
+    assert code == 0 and result["records"] == 1
+    assert run("import", file, "--cache-dir", other)[0] == 0
+    explain = ["explain", "decode", *KEY, "seq_len=4096", *PLACE]
+    _, found, _ = run(*explain, "--cache-dir", other, "--json")
+    assert found["grade"] == "exact"
+
+
+def test_export_can_add_read_only_layers(run, tmp_path, monkeypatch):
+    WritableLayer("", tmp_path / "image").merge_in([make_record(make_key(1))])
+    monkeypatch.setenv("PORTABLE_BACKEND_CACHE_LAYERS", str(tmp_path / "image"))
+    assert run("export", tmp_path / "a", "--json")[1]["records"] == 1
+    assert run("export", tmp_path / "a", "--layers", "--json")[1]["records"] == 2
+
+
+def test_export_of_nothing_and_import_of_anything_else_fail(run, tmp_path):
+    file = tmp_path / "records.zip"
+    code, out, err = run("export", file, "--gpu", "other")
+    assert (code, out) == (1, "") and "at least one record" in err
+    file.write_text("hello")
+    code, out, err = run("import", file)
+    assert (code, out) == (1, "") and "not an archive of records" in err
+    assert run("import", tmp_path / "absent")[0] == 1
+
+
+def test_merge_brings_other_folders_in(run, tmp_path):
+    for n in (1, 2):
+        WritableLayer("", tmp_path / str(n)).merge_in([make_record(make_key(n))])
+    (tmp_path / "1" / "decode" / "broken.json").write_text("{")
+    code, result, _ = run("merge", tmp_path / "1", tmp_path / "2", "--json")
+    assert code == 1 and len(result["problems"]) == 1
+    assert len(run("show", "--json")[1]) == 3
+    assert run("merge", tmp_path / "absent")[0] == 2
+
+
+def test_verify_without_a_measurer_fails_honestly(run):
+    code, out, err = run("verify")
+    assert (code, out) == (1, "") and "cannot be verified here" in err
+
+
+def test_verify_reports_what_it_dropped(run, monkeypatch):
+    monkeypatch.setattr(cache, "MEASURER", lambda record: Measurement(time_us=40))
+    code, out, err = run("verify")
+    assert code == 0 and "1 records verified" in out and "verified" in err
+    wrong = Measurement(problem="differs from the oracle")
+    monkeypatch.setattr(cache, "MEASURER", lambda record: wrong)
+    code, result, _ = run("verify", "--json")
+    assert code == 1
+    assert result["dropped"][0]["problem"] == "differs from the oracle"
+    assert run("show", "--json")[1] == []
+
+
+def test_prune_removes_stale_records(run, monkeypatch):
+    assert run("prune", "--stale")[0] == 0
+    assert len(run("show", "--json")[1]) == 1
+    monkeypatch.setattr(cache, "current_digests", lambda: {"decode": "sha256:new"})
+    code, result, _ = run("prune", "--stale", "--dry-run", "--json")
+    assert code == 0 and len(result["records"]) == 1
+    assert len(run("show", "--json")[1]) == 1
+    assert "removed 1 records" in run("prune", "--stale")[1]
+    assert run("show", "--json")[1] == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["unknown"],
+        ["prune"],
+        ["prune", "--min-schema", "2"],
+        ["explain", "decode"],
+        ["explain", "decode", "seq_len", *PLACE],
+        ["explain", "decode", "seq_len=x", *PLACE],
+        ["explain", "decode", "seq_len=1", "--gpu", GPU],
+        ["list", "--unknown"],
+    ],
+    ids=str,
+)
+def test_wrong_usage_exits_2(run, arguments):
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "") and err
+
+
+def test_a_wrong_setting_exits_2_and_names_it(run, monkeypatch):
+    monkeypatch.setenv("PORTABLE_BACKEND_TUNE", "maybe")
+    code, _, err = run("list")
+    assert code == 2 and "PORTABLE_BACKEND_TUNE" in err
+
+
+def test_a_user_cache_that_cannot_be_written_fails_an_import(run, tmp_path, folder):
+    file, place = tmp_path / "records.zip", tmp_path / "a file"
+    run("export", file)
+    place.write_text("")
+    code, _, err = run("import", file, "--cache-dir", place)
+    assert code == 1 and str(place) in err
+
+
+def test_ctrl_c_exits_130_without_a_traceback(folder):
+    code = "import sys, time; from portable_backend import cli; "
+    code += "from portable_backend.commands import cache; "
+    code += (
+        "cache.merge_records = lambda *a: [print('up', flush=True), time.sleep(60)]; "
+    )
+    code += "sys.exit(cli.main(['cache', 'show']))"
+    child = subprocess.Popen(
+        [sys.executable, "-P", "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert child.stdout.readline() == b"up\n"
+    time.sleep(0.05)
+    child.send_signal(signal.SIGINT)
+    _, err = child.communicate()
+    assert (child.returncode, err) == (130, b"interrupted\n")
+
+
+# One fits stdout's buffer and is written at the end, the other does not.
+@pytest.mark.parametrize("count", [1, 1000])
+def test_a_reader_that_stops_early_gets_no_traceback(folder, count):
+    layer = WritableLayer("", folder)
+    layer.merge_in(make_record(make_key(n)) for n in range(count))
+    code = "import sys; from portable_backend import cli; "
+    code += "sys.exit(cli.main(['cache', 'show']))"
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    environ.pop("PYTHONUNBUFFERED", None)
+    child = subprocess.Popen(
+        [sys.executable, "-P", "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environ,
+    )
+    child.stdout.close()
+    _, err = child.communicate()
+    assert (child.returncode, err) == (1, b"")

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pruning what is stale and verifying what is doubtful."""
+
+import json
+from datetime import date
+
+import pytest
+from record_fakes import DIGEST, GPU, make_config, make_key, make_record
+
+from portable_backend.errors import UnsupportedError
+from portable_backend.warmup.layers import WritableLayer
+from portable_backend.warmup.upkeep import Measurement, prune, verify
+
+STALE = make_record(kernel_digest="sha256:old")
+
+
+@pytest.fixture
+def layer(tmp_path):
+    return WritableLayer("user cache", tmp_path)
+
+
+def _held(layer):
+    return {record for file in layer.load("decode") for record in file.records}
+
+
+def test_prune_removes_records_of_other_code_alone(layer):
+    fresh, other = make_record(), make_record(gpu="nvidia_h100", kernel_digest="x")
+    layer.merge_in([STALE, fresh, other])
+    layer.append(make_record(make_key(1), kernel_digest="sha256:old"))
+    removed, tables = prune(layer, digests={"decode": DIGEST})
+    assert len(removed) == 3 and not tables
+    assert _held(layer) == {fresh}
+
+
+def test_prune_leaves_kernels_whose_code_it_does_not_know(layer):
+    layer.merge_in([STALE])
+    assert prune(layer, digests={"prefill": DIGEST}) == ([], [])
+    assert _held(layer) == {STALE}
+
+
+def test_a_dry_run_removes_nothing(layer):
+    layer.merge_in([STALE])
+    removed, _ = prune(layer, digests={"decode": DIGEST}, dry_run=True)
+    assert removed == [STALE] and _held(layer) == {STALE}
+    path = layer.path("decode", GPU)
+    path.write_text('{"schema": 0}')
+    assert prune(layer, min_schema=1, dry_run=True) == ([], [str(path)])
+    assert path.exists()
+
+
+def test_prune_by_schema_removes_earlier_tables_and_no_others(layer):
+    layer.merge_in([make_record(), make_record(gpu="nvidia_h100")])
+    layer.append(make_record(make_key(7)))
+    old = layer.path("decode", GPU)
+    old.write_text(json.dumps(json.loads(old.read_text()) | {"schema": 0}))
+    broken = layer.path("decode", "nvidia_b200")
+    broken.write_text("not a table")
+    assert prune(layer, min_schema=1) == ([], [str(old)])
+    assert _held(layer) == {make_record(make_key(7)), make_record(gpu="nvidia_h100")}
+    assert broken.exists() and not old.exists()
+    with pytest.raises(ValueError, match="min_schema must be at most 1"):
+        prune(layer, min_schema=2)
+
+
+def test_verify_keeps_what_the_measurement_gives(layer):
+    doubtful = make_record(verified=False, time_us=1, measured="2020-01-01")
+    layer.merge_in([doubtful])
+    result = Measurement(time_us=44.0, error_ratio=0.5)
+    (verdict,) = verify(layer, [doubtful], lambda record: result)
+    (record,) = _held(layer)
+    assert verdict.after == record and record.verified
+    assert (record.time_us, record.error_ratio, record.default_us) == (44, 0.5, 47.9)
+    assert record.measured == date.today().isoformat()
+
+
+@pytest.mark.parametrize(
+    "result", [Measurement(10, problem="wrong"), Measurement(), Measurement(-1.0)]
+)
+def test_verify_drops_what_fails_so_that_the_next_best_is_served(layer, result):
+    bad, good = make_record(time_us=1), make_record(config=make_config(32))
+    layer.merge_in([bad, good])
+    (verdict,) = verify(layer, [bad], lambda record: result)
+    assert verdict.after is None and verdict.problem
+    assert _held(layer) == {good}
+
+
+def test_each_verdict_is_written_before_the_next_is_measured(layer):
+    records = [make_record(make_key(n), verified=False) for n in (1, 2)]
+    layer.merge_in(records)
+
+    def measure(record):
+        if record is records[1]:
+            raise KeyboardInterrupt
+        return Measurement(time_us=3.0)
+
+    with pytest.raises(KeyboardInterrupt):
+        verify(layer, records, measure)
+    assert {(r.verified, r.key) for r in _held(layer)} == {
+        (True, make_key(1)),
+        (False, make_key(2)),
+    }
+
+
+def test_a_measurer_that_cannot_measure_costs_no_record(layer):
+    layer.merge_in([STALE])
+
+    def refuse(record):
+        raise UnsupportedError("another GPU")
+
+    with pytest.raises(UnsupportedError, match="another GPU"):
+        verify(layer, [STALE], refuse)
+    assert _held(layer) == {STALE}
+
+
+def test_without_a_measurer_verify_says_so(layer):
+    with pytest.raises(UnsupportedError, match="cannot be verified here"):
+        verify(layer, [], None)
