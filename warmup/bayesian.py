@@ -29,7 +29,7 @@ class Bayesian(BaseStrategy):
     """
 
     STARTUP = 32
-    CANDIDATES = 32
+    CANDIDATES = 16
 
     def __init__(self, space: Space, *, seed: int = 0, **kwargs: Any) -> None:
         super().__init__(space, seed=seed, **kwargs)
@@ -43,6 +43,10 @@ class Bayesian(BaseStrategy):
             ) from error
         self._np, self._optuna = np, optuna
         self._values = _values(space)
+        self._indices = {
+            name: {_typed(value): i for i, value in enumerate(found)}
+            for name, found in self._values.items()
+        }
         # Optuna sees positions in these lists: to it, True and 1 are one value.
         self._distributions = {
             name: optuna.distributions.CategoricalDistribution(tuple(range(len(found))))
@@ -59,6 +63,7 @@ class Bayesian(BaseStrategy):
                 seed=seed,
                 n_startup_trials=0,
                 n_ei_candidates=self.CANDIDATES,
+                gamma=_good_trials,
                 multivariate=True,
             )
             self._study = optuna.create_study(sampler=sampler)
@@ -105,9 +110,13 @@ class Bayesian(BaseStrategy):
 
     def _encode(self, config: KernelConfig) -> list[int]:
         return [
-            [(type(v), v) for v in found].index((type(config.get(name)), config.get(name)))
-            for name, found in self._values.items()
+            self._indices[name][_typed(config.get(name))] for name in self._values
         ]
+
+
+def _good_trials(count: int) -> int:
+    """How many of the trials count as fast; Optuna's tenth narrows too early here."""
+    return min(50, count // 5 + 1)
 
 
 def _values(space: Space) -> dict[str, list[Value]]:
@@ -115,11 +124,14 @@ def _values(space: Space) -> dict[str, list[Value]]:
     names = dict.fromkeys(name for config in space.configs for name in config)
     found: dict[str, list[Value]] = {}
     for name in names:
-        # Keyed by type as well: True and 1 are equal.
-        values = {(type(c.get(name)), c.get(name)) for c in space.configs}
+        values = {_typed(config.get(name)) for config in space.configs}
         if len(values) > 1:
             found[name] = [v for _, v in sorted(values, key=_sort_key)]
     return found
+
+
+def _typed(value: Value) -> tuple[type, Value]:
+    return type(value), value  # True and 1 are equal
 
 
 def _sort_key(typed: tuple[type, Value]) -> tuple[str, float, str]:

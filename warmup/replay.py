@@ -27,6 +27,7 @@ class ReplayDevice:
         trials: measurements answered.
         cost: the same in trials of full fidelity.
         compiled: different configs asked for.
+        seconds: what the trials are taken to have lasted; a config compiles once.
     """
 
     def __init__(self, sweep: Sweep, *, seed: int = 0, round_s: float = 0.02) -> None:
@@ -34,9 +35,17 @@ class ReplayDevice:
         self.rounds = sweep.rounds
         self.trials = 0
         self.cost = 0.0
+        self.seconds = 0.0
         self._rows = {row.config: row for row in sweep.rows}
         self._names = {c: repr(sorted(c.items())) for c in self._rows}
         self._compiled: set[KernelConfig] = set()
+
+    @property
+    def exhaustive_s(self) -> float:
+        """Seconds that trying everything at full fidelity would last."""
+        timed = sum(bool(row.times_us) for row in self.sweep.rows)
+        setup_s = sum(row.setup_s for row in self.sweep.rows)
+        return setup_s + timed * self.rounds * self.round_s
 
     @property
     def compiled(self) -> int:
@@ -49,7 +58,9 @@ class ReplayDevice:
             ValueError: a config was not recorded, or not for as many rounds.
         """
         for proposal in proposals:
-            yield self._trial(proposal)
+            trial = self._trial(proposal)
+            self.seconds += trial.seconds
+            yield trial
 
     def _trial(self, proposal: Proposal) -> Trial:
         config, rounds = proposal.config, proposal.rounds

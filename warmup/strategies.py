@@ -178,9 +178,9 @@ class Evolutionary(BaseStrategy):
 
     FOUNDERS = 32
     POPULATION = 32
-    DRAWN = 4
-    LEADERS = 4
-    CLIMB = 0.5
+    DRAWN = 3
+    LEADERS = 8
+    CLIMB = 0.6
     MUTATE = 0.7
 
     def __init__(self, space: Space, **kwargs: Any) -> None:
@@ -269,6 +269,7 @@ class Halving(Evolutionary):
             rungs.append(max(1, rungs[-1] // 3))
         self._rungs = rungs[::-1]
         self._results: dict[int, list[tuple[float, int]]] = {r: [] for r in rungs}
+        self._asked: dict[int, set[int]] = {r: set() for r in rungs}
 
     @property
     def entry_rounds(self) -> int:
@@ -289,6 +290,11 @@ class Halving(Evolutionary):
             return Proposal(config, self.entry_rounds)
         return self._promotion(finals=True)
 
+    def _note(self, proposal: Proposal) -> None:
+        super()._note(proposal)
+        if proposal.rounds in self._asked:
+            self._asked[proposal.rounds].add(self._position[proposal.config])
+
     def _learn(self, trial: Trial) -> None:
         super()._learn(trial)
         if trial.time_us is not None and trial.rounds in self._results:
@@ -303,9 +309,8 @@ class Halving(Evolutionary):
             if finals:
                 quota = max(quota, self.FINALISTS)
             for _, position in results[:quota]:
-                config = self.space.configs[position]
-                if not self.seen(config, above):
-                    return Proposal(config, above)
+                if position not in self._asked[above]:
+                    return Proposal(self.space.configs[position], above)
         return None
 
 

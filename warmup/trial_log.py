@@ -163,7 +163,7 @@ def ranking_from(trials: Iterable[Trial]) -> list[KernelConfig]:
 
 
 def _parse(path: Path, content: bytes) -> tuple[LogHeader, list[Trial]]:
-    first, *lines = content.splitlines() or [b""]
+    first, *lines = content.removesuffix(b"\n").split(b"\n")
     try:
         data = json.loads(first)
         schema = data.pop("schema")
@@ -186,7 +186,7 @@ def _parse(path: Path, content: bytes) -> tuple[LogHeader, list[Trial]]:
 
 
 def _check(path: Path, found: LogHeader, wanted: LogHeader) -> None:
-    was, now = asdict(found), asdict(wanted)
+    was, now = asdict(found), json.loads(json.dumps(asdict(wanted)))
     differences = [f"{n} {was[n]} instead of {now[n]}" for n in now if was[n] != now[n]]
     if differences:
         raise LogMismatchError(
