@@ -121,12 +121,15 @@ class Landscape:
             scale = math.sqrt(SCALES.get(n, 0.02) * SCALES.get(m, 0.02))
             total += self.effect(0.3 * scale, n, v, m, w)
         total += self.occupancy(config)
-        return total + 0.005 * draw("own", self.world, self.kernel, self.key, config.items_)
+        return total + 0.005 * draw(
+            "own", self.world, self.kernel, self.key, config.items_
+        )
 
     def effect(self, scale: float, *what: object) -> float:
         if what not in self._draws:
             drifts = (
-                d * draw(self.world, self.kernel, axis, *what) for axis, d in enumerate(self.drift)
+                d * draw(self.world, self.kernel, axis, *what)
+                for axis, d in enumerate(self.drift)
             )
             level = draw(self.world, self.kernel, *what)
             self._draws[what] = level + 0.4 * sum(drifts)
@@ -171,7 +174,9 @@ class Landscape:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path, help="where to write the sweeps")
-    parser.add_argument("--small", action="store_true", help="the tests' smaller spaces")
+    parser.add_argument(
+        "--small", action="store_true", help="the tests' smaller spaces"
+    )
     parser.add_argument("--world", type=int, default=0, help="seed of the landscape")
     args = parser.parse_args()
     for sweep in synthetic_sweeps(args.small, args.world):

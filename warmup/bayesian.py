@@ -44,10 +44,10 @@ class Bayesian(BaseStrategy):
         self._np, self._optuna = np, optuna
         self._values = _values(space)
         self._indices = {
-            name: {_typed(value): i for i, value in enumerate(found)}
+            name: {value: i for i, value in enumerate(found)}
             for name, found in self._values.items()
         }
-        # Optuna sees positions in these lists: to it, True and 1 are one value.
+        # Optuna sees positions in these lists, of whatever type the values are.
         self._distributions = {
             name: optuna.distributions.CategoricalDistribution(tuple(range(len(found))))
             for name, found in self._values.items()
@@ -109,9 +109,7 @@ class Bayesian(BaseStrategy):
         )
 
     def _encode(self, config: KernelConfig) -> list[int]:
-        return [
-            self._indices[name][_typed(config.get(name))] for name in self._values
-        ]
+        return [self._indices[name][config.get(name)] for name in self._values]
 
 
 def _good_trials(count: int) -> int:
@@ -124,20 +122,15 @@ def _values(space: Space) -> dict[str, list[Value]]:
     names = dict.fromkeys(name for config in space.configs for name in config)
     found: dict[str, list[Value]] = {}
     for name in names:
-        values = {_typed(config.get(name)) for config in space.configs}
+        values = {config.get(name) for config in space.configs}
         if len(values) > 1:
-            found[name] = [v for _, v in sorted(values, key=_sort_key)]
+            found[name] = sorted(values, key=_sort_key)
     return found
 
 
-def _typed(value: Value) -> tuple[type, Value]:
-    return type(value), value  # True and 1 are equal
-
-
-def _sort_key(typed: tuple[type, Value]) -> tuple[str, float, str]:
-    kind, value = typed
+def _sort_key(value: Value) -> tuple[str, float, str]:
     number = float(value) if isinstance(value, int) else 0.0
-    return kind.__name__, number, str(value)
+    return type(value).__name__, number, str(value)
 
 
 def _is_ordered(values: list[Value]) -> bool:

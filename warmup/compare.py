@@ -20,10 +20,12 @@ class Point:
 
     Attributes:
         share: trials so far, as a share of an exhaustive search's.
+        compiled: configs tried so far, as a share of all.
         quality: the optimum's time over that of the answer, by the whole record.
     """
 
     share: float
+    compiled: float
     quality: float
 
 
@@ -34,7 +36,6 @@ class Run:
     Attributes:
         sweep, strategy, seed: what ran.
         points: each change of the answer, in order.
-        compiled: configs tried, as a share of all.
         seconds: time taken, as a share of an exhaustive search's.
     """
 
@@ -42,7 +43,6 @@ class Run:
     strategy: str
     seed: int
     points: tuple[Point, ...]
-    compiled: float
     seconds: float
 
     def quality_at(self, share: float) -> float:
@@ -57,6 +57,11 @@ class Run:
     def share_to(self, quality: float) -> float:
         """Share of trials after which the answer is that good; inf if it never is."""
         reached = (p.share for p in self.points if p.quality >= quality)
+        return next(reached, math.inf)
+
+    def compiled_to(self, quality: float) -> float:
+        """The same in configs tried: what counts where compiling takes the time."""
+        reached = (p.compiled for p in self.points if p.quality >= quality)
         return next(reached, math.inf)
 
 
@@ -101,7 +106,8 @@ def replay(
             answer = best.config
             time_us = times[answer]
             assert time_us is not None, f"{strategy} let an invalid config win"
-            points.append(Point(device.cost / count, best_us / time_us))
+            shares = device.cost / count, device.compiled / count
+            points.append(Point(*shares, best_us / time_us))
         return False
 
     search(chosen, device.measure, Budget(trials=share * count), stop=watch)
@@ -110,7 +116,6 @@ def replay(
         strategy,
         seed,
         tuple(points),
-        compiled=device.compiled / count,
         seconds=device.seconds / device.exhaustive_s,
     )
 

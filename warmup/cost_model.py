@@ -232,5 +232,7 @@ def _regressor(model: str, seed: int) -> Any:
             "pip install 'portable-backend[tune]', or switch the cost model off"
         ) from error
     if model == "forest":
-        return ExtraTreesRegressor(n_estimators=100, min_samples_leaf=2, random_state=seed)
+        return ExtraTreesRegressor(
+            n_estimators=100, min_samples_leaf=2, random_state=seed
+        )
     return HistGradientBoostingRegressor(max_iter=200, random_state=seed)

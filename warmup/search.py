@@ -209,7 +209,9 @@ def search(
         RuntimeError: `measure` yields a trial that does not fit its proposal.
     """
     if batch < 1:
-        raise bad_argument("batch", "at least 1", batch, "leave it out to measure singly")
+        raise bad_argument(
+            "batch", "at least 1", batch, "leave it out to measure singly"
+        )
     loop = _Loop(strategy, measure, budget, log, stop, clock)
     try:
         stopped = loop.run(batch)

@@ -135,7 +135,9 @@ class TrialLog:
         line = json.dumps(data, separators=(",", ":")).encode() + b"\n"
         written = os.write(self._file, line)
         if written != len(line):
-            raise OSError(f"{self.path}: wrote {written} of {len(line)} bytes; disk full?")
+            raise OSError(
+                f"{self.path}: wrote {written} of {len(line)} bytes; disk full?"
+            )
 
 
 def read_trials(path: Path) -> tuple[LogHeader, list[Trial]]:
