@@ -9,8 +9,8 @@ FOLDER holds *.sweep.json.gz files. For each kernel and strategy: the geometric 
 over sweeps and seeds of the optimum's time over that of the config found, after shares
 of the trials of an exhaustive search; the worst run at the last of them; the median
 share of trials to 97 % and 99 %, and of configs compiled to 99 %; and the mean share of
-time that the whole run took. A strategy of many short trials compiles most of the space:
-its trials look cheap where compiling takes the time.
+time that the whole run took. A strategy of many short trials compiles most of the
+space: its trials look cheap where compiling takes the time.
 """
 
 import argparse

@@ -30,6 +30,8 @@ from portable_backend.warmup.sweeps import Row, Sweep, write_sweep
 
 ROUNDS = 9
 NOISE = 0.015
+# Of the worlds 0 to 6 the first where a fifth of both kernels' configs is invalid.
+WORLD = 5
 DEVICE = DeviceInfo("synthetic_sm90", "sm90", 132, ARCH_LIMITS["sm90"])
 PROBLEM = AttentionProblem(4, 128, 2, 16, DEVICE)
 GEOMETRY = {"head_size": 128, "num_queries_per_kv": 4, "num_kv_heads": 8}
@@ -59,7 +61,7 @@ def configs_of(kernel: str, small: bool) -> list[KernelConfig]:
 
 @cache
 def synthetic_sweep(
-    kernel: str, bucket: int, small: bool = True, world: int = 0
+    kernel: str, bucket: int, small: bool = True, world: int = WORLD
 ) -> Sweep:
     """Make up the sweep of one key; the same for the same arguments.
 
@@ -72,7 +74,7 @@ def synthetic_sweep(
     return Sweep(kernel, key, DEVICE, tuple(rows), toolchain, synthetic=True)
 
 
-def synthetic_sweeps(small: bool = True, world: int = 0) -> list[Sweep]:
+def synthetic_sweeps(small: bool = True, world: int = WORLD) -> list[Sweep]:
     return [
         synthetic_sweep(kernel, bucket, small, world)
         for kernel, keys in KEYS.items()
@@ -160,7 +162,7 @@ class Landscape:
         return 2 * prefill.shared_elements(block_m, block_n, 128, stages, DEVICE)
 
     def invalid(self, config: KernelConfig, name: str) -> str | None:
-        """Whole corners fail, whatever the key, and a few configs for no visible reason."""
+        """Whole corners fail, whatever the key, and a few configs here and there."""
         if self.shared_bytes(config) > 0.75 * DEVICE.limits.shared_bytes_per_block:
             return "resources"
         corner = [config.get(n) for n in ("LOAD", "num_warps", "num_stages")]
@@ -177,7 +179,9 @@ def main() -> None:
     parser.add_argument(
         "--small", action="store_true", help="the tests' smaller spaces"
     )
-    parser.add_argument("--world", type=int, default=0, help="seed of the landscape")
+    parser.add_argument(
+        "--world", type=int, default=WORLD, help="seed of the landscape"
+    )
     args = parser.parse_args()
     for sweep in synthetic_sweeps(args.small, args.world):
         write_sweep(sweep, args.folder)

@@ -63,11 +63,11 @@ def test_the_cost_models_warm_start_halves_the_trials_to_97_percent(kernel, name
     to_97 = [
         statistics.median(
             run.share_to(0.97)
-            for run in runs_of(name, kernel, 3, share=0.3, seeds=5, ranking=start)
+            for run in runs_of(name, kernel, 3, seeds=5, ranking=start)
         )
         for start in ((), ranking)
     ]
-    assert to_97[1] <= to_97[0] / 2
+    assert to_97[1] <= to_97[0] / 2 < 0.08  # not for want of reaching it
 
 
 def test_shares_and_answers_are_counted_by_the_whole_record():

@@ -95,14 +95,16 @@ def test_without_scikit_learn_the_error_names_the_extra(monkeypatch):
 
 
 def test_an_unknown_model_is_answered_with_the_known_ones():
-    with pytest.raises(ValueError, match="^model must be one of boosting, forest, got"):
+    with pytest.raises(
+        ValueError, match=r"^model must be one of boosting, forest, got"
+    ):
         CostModel("oracle")
 
 
 def test_a_model_without_samples_is_refused():
-    with pytest.raises(ValueError, match="^samples must be two or more"):
+    with pytest.raises(ValueError, match=r"^samples must be two or more"):
         CostModel().fit([Sample(SWEEP.configs[0], KEY, DEVICE, 1.0)])
-    with pytest.raises(ValueError, match="^model must be fitted"):
+    with pytest.raises(ValueError, match=r"^model must be fitted"):
         CostModel().predict(SWEEP.configs, KEY, DEVICE)
 
 

@@ -41,7 +41,7 @@ def test_a_folder_is_read_whole(tmp_path):
 
 
 def test_a_folder_without_sweeps_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="^folder must be one with"):
+    with pytest.raises(ValueError, match=r"^folder must be one with"):
         read_sweeps(tmp_path)
 
 
@@ -122,9 +122,9 @@ def test_an_invalid_config_answers_with_its_reason():
 
 def test_what_was_not_recorded_is_refused():
     device = ReplayDevice(SWEEP)
-    with pytest.raises(ValueError, match="^config must be one of the sweep"):
+    with pytest.raises(ValueError, match=r"^config must be one of the sweep"):
         measured(device, Row(KernelConfig.of(BLOCK_N=7), (1.0,)), 1)
-    with pytest.raises(ValueError, match="^rounds must be between 1 and the 9"):
+    with pytest.raises(ValueError, match=r"^rounds must be between 1 and the 9"):
         measured(device, VALID[0], 10)
 
 

@@ -142,5 +142,5 @@ def test_impossible_budgets_are_refused(name, value):
 
 
 def test_a_batch_of_none_is_refused():
-    with pytest.raises(ValueError, match="^batch must be at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"^batch must be at least 1, got 0"):
         search(make_strategy("random", SPACE), measure, Budget(), batch=0)

@@ -143,9 +143,9 @@ def test_an_unknown_strategy_is_answered_with_the_known_ones():
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_bad_arguments_are_named(name):
-    with pytest.raises(ValueError, match="^incumbent must be a member of the space"):
+    with pytest.raises(ValueError, match=r"^incumbent must be a member of the space"):
         make_strategy(name, SPACE, incumbent=OUTSIDE)
-    with pytest.raises(ValueError, match="^rounds must be at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"^rounds must be at least 1, got 0"):
         make_strategy(name, SPACE, rounds=0)
     with pytest.raises(ValueError, match=r"^trial\.config must be a member"):
         make_strategy(name, SPACE).tell(Trial(OUTSIDE, 9, 1.0))
@@ -158,7 +158,7 @@ def test_bayesian_without_optuna_names_the_extra(monkeypatch):
 
 
 def test_a_space_without_configs_is_refused():
-    with pytest.raises(ValueError, match="^configs must be one config at least"):
+    with pytest.raises(ValueError, match=r"^configs must be one config at least"):
         ListedSpace([])
 
 

@@ -75,7 +75,7 @@ class Bayesian(BaseStrategy):
             config = self.unseen_at_random()
         else:
             config = self._suggested()
-        return config and Proposal(config, self.rounds)
+        return None if config is None else Proposal(config, self.rounds)
 
     def _suggested(self) -> KernelConfig:
         """The unseen config nearest to what Optuna suggests."""
@@ -88,8 +88,8 @@ class Bayesian(BaseStrategy):
         # by more than that, lest far-off values count as several parameters.
         far = np.where(self._ordered, 1 - 0.5**steps, steps > 0).sum(axis=1)
         far[~self._open] = np.inf
-        nearest = np.flatnonzero(far <= far.min() + 1e-9)
-        return self.space.configs[self.rng.choice(nearest.tolist())]
+        nearest: list[int] = np.flatnonzero(far <= far.min() + 1e-9).tolist()
+        return self.space.configs[self.rng.choice(nearest)]
 
     def _note(self, proposal: Proposal) -> None:
         super()._note(proposal)

@@ -25,6 +25,7 @@ class ListedSpace:
             raise bad_argument(
                 "configs", "one config at least", "none", "widen the space"
             )
+        self._near: dict[KernelConfig, list[KernelConfig]] = {}
         self._members = frozenset(self.configs)
         # Configs that agree in all but one parameter, by that parameter and the rest.
         self._groups: dict[object, list[KernelConfig]] = defaultdict(list)
@@ -36,10 +37,10 @@ class ListedSpace:
         return rng.sample(self.configs, min(n, len(self.configs)))
 
     def neighbours(self, config: KernelConfig) -> list[KernelConfig]:
-        found: list[KernelConfig] = []
-        for group in self._groups_of(config):
-            found += [c for c in self._groups.get(group, ()) if c != config]
-        return found
+        if config not in self._near:
+            groups = [self._groups.get(g, ()) for g in self._groups_of(config)]
+            self._near[config] = [c for group in groups for c in group if c != config]
+        return self._near[config]
 
     def mutate(self, config: KernelConfig, rng: random.Random) -> KernelConfig:
         # Where constraints tie parameters together, one step more crosses the gap.

@@ -163,7 +163,7 @@ class Random(BaseStrategy):
 
     def _next(self) -> Proposal | None:
         config = self.unseen_at_random()
-        return config and Proposal(config, self.rounds)
+        return None if config is None else Proposal(config, self.rounds)
 
 
 class Evolutionary(BaseStrategy):
@@ -200,7 +200,7 @@ class Evolutionary(BaseStrategy):
         if len(self.trials) >= self.FOUNDERS:
             config = self._descendant()
         config = config or self.unseen_at_random(self.entry_rounds)
-        return config and Proposal(config, self.entry_rounds)
+        return None if config is None else Proposal(config, self.entry_rounds)
 
     def _learn(self, trial: Trial) -> None:
         known = self._times.get(trial.config)
