@@ -227,7 +227,9 @@ def test_a_user_cache_that_cannot_be_written_fails_an_import(run, tmp_path, fold
 
 
 def test_ctrl_c_exits_130_without_a_traceback(folder):
-    code = "import sys, time; from portable_backend import cli; "
+    # A job in the background starts with the signal ignored, as do its children.
+    code = "import signal, sys, time; from portable_backend import cli; "
+    code += "signal.signal(signal.SIGINT, signal.default_int_handler); "
     code += "from portable_backend.commands import cache; "
     code += (
         "cache.merge_records = lambda *a: [print('up', flush=True), time.sleep(60)]; "
