@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 from portable_backend.errors import RecordError
 from portable_backend.kernels.config import KernelConfig
 from portable_backend.warmup.records import SCHEMA, SIZE_FIELDS, TuningKey, short
-from portable_backend.warmup.tables import check_schema, parse_json
+from portable_backend.warmup.tables import parse_object
 
 Bucket = TypeVar("Bucket", bound=Hashable)
 # Sizes are rarely 2**64 times apart: a field that must match outweighs all of them.
@@ -240,16 +240,7 @@ def parse_portfolio(data: bytes, where: str, kernel: str, gpu: str) -> Portfolio
     Raises:
         RecordError: it cannot be used; names the field.
     """
-    held = parse_json(data, where)
-    if not isinstance(held, dict):
-        raise RecordError(f"{where}: must hold an object, got {short(held)}")
-    check_schema(held, where)
-    for name, expected in (("kernel", kernel), ("gpu", gpu)):
-        if held.get(name) != expected:
-            raise RecordError(
-                f"{where}: {name} must be {expected!r}, as its place says, "
-                f"got {short(held.get(name))}"
-            )
+    held = parse_object(data, where, kernel, gpu)
     for name, kind in _FIELD_TYPES.items():
         if not isinstance(held.get(name), kind):
             given = short(held.get(name))

@@ -110,6 +110,25 @@ def check_schema(header: Mapping[str, Any], where: str) -> None:
         raise RecordError(f"{where}: schema must be {SCHEMA}, got {schema}")
 
 
+def parse_object(data: bytes, where: str, kernel: str, gpu: str) -> dict[str, Any]:
+    """The object that a file holds, if it is for this kernel and GPU.
+
+    Raises:
+        RecordError: it is something else, or of another place or a newer schema.
+    """
+    held = parse_json(data, where)
+    if not isinstance(held, dict):
+        raise RecordError(f"{where}: must hold an object, got {short(held)}")
+    check_schema(held, where)
+    for name, expected in (("kernel", kernel), ("gpu", gpu)):
+        if held.get(name) != expected:
+            raise RecordError(
+                f"{where}: {name} must be {expected!r}, as its place says, "
+                f"got {short(held.get(name))}"
+            )
+    return held
+
+
 def parse_table(data: bytes, where: str, kernel: str, gpu: str) -> Table:
     """Read a table.
 
@@ -122,16 +141,7 @@ def parse_table(data: bytes, where: str, kernel: str, gpu: str) -> Table:
         RecordError: no record in it can be used. Entries that cannot be used on their
             own are listed in the result's `problems`.
     """
-    header = parse_json(data, where)
-    if not isinstance(header, dict):
-        raise RecordError(f"{where}: must hold an object, got {short(header)}")
-    check_schema(header, where)
-    for name, expected in (("kernel", kernel), ("gpu", gpu)):
-        if header.get(name) != expected:
-            raise RecordError(
-                f"{where}: {name} must be {expected!r}, as its place says, "
-                f"got {short(header.get(name))}"
-            )
+    header = parse_object(data, where, kernel, gpu)
     records, problems = [], []
     for part in ("records", "history"):
         entries = header.get(part, [] if part == "history" else None)
