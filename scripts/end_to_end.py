@@ -281,6 +281,8 @@ def main() -> int:
         Path(args.out).write_text(json.dumps(run_engine(args)))
         return 0
     args.engines = names_in(args.engines, dict(ENGINES), "--engines")
+    if args.logs:
+        args.logs.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         results = collect(args, Path(folder))
     if args.json:

@@ -83,6 +83,8 @@ def served(
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_COMPUTE_NANS_IN_LOGITS": "1",
         "HF_HUB_OFFLINE": "1",
+        # In the checkout's root its folders would hide the installed package.
+        "PYTHONSAFEPATH": "1",
     }
     with log.open("wb") as file:
         server = subprocess.Popen(
