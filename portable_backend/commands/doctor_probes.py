@@ -244,6 +244,7 @@ def plugin(ex: Examination) -> Iterator[Finding]:
             f"VLLM_PLUGINS={allowed} keeps vLLM from loading {ENTRY_POINT}",
             f"add {ENTRY_POINT} to it, or unset it",
         )
+        return
     if ex.system.version(PACKAGES["vllm"]) is None:
         return
     try:
@@ -305,7 +306,8 @@ def settings(ex: Examination) -> Iterator[Finding]:
     except ValueError as error:
         yield Finding("settings", PROBLEM, str(error), "correct or unset the variable")
     else:
-        shown = ", ".join(f"{name}={os.environ[name]}" for name in given)
+        used = [name for name in given if name in known]
+        shown = ", ".join(f"{name}={os.environ[name]}" for name in used)
         yield Finding("settings", OK, shown or "all as by default")
     for name in given:
         if name not in known:
