@@ -86,8 +86,12 @@ def tuned(ex: Examination) -> Iterator[Finding]:
     if units is None:
         yield _records_of(store, info.name)
         return
+    from portable_backend.warmup.space_check import space_check
+
     environment = Environment(info.name, info.arch, _digests(), current_toolchain())
-    lookup = Lookup(store, environment, lambda key: KernelConfig(()))
+    lookup = Lookup(
+        store, environment, lambda key: KernelConfig(()), space_check=space_check(info)
+    )
     grades = {unit.key: lookup.choose(unit.key).grade for unit in units}
     share = sum(unit.weight for unit in units if grades[unit.key] != "default")
     parts = []
