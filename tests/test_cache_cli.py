@@ -15,9 +15,12 @@ from portable_backend import cli
 from portable_backend.commands import cache
 from portable_backend.device import ARCH_LIMITS, DeviceInfo
 from portable_backend.errors import RecordError
+from portable_backend.kernels.config import KernelConfig
 from portable_backend.warmup.layers import WritableLayer
+from portable_backend.warmup.records import TuningKey
 from portable_backend.warmup.upkeep import Measurement
 
+DIGESTS = {"decode": "sha256:aa", "kv_cache": "sha256:aa"}
 KEY = ["block_size=16", "dtype=bfloat16", "head_size=128", "num_seqs=32"]
 PLACE = ["--gpu", GPU, "--arch", "sm90"]
 
@@ -28,7 +31,7 @@ def folder(tmp_path, monkeypatch):
     folder = tmp_path / "cache"
     monkeypatch.setenv("PORTABLE_BACKEND_CACHE_DIR", str(folder))
     monkeypatch.delenv("PORTABLE_BACKEND_CACHE_LAYERS", raising=False)
-    monkeypatch.setattr(cache, "current_digests", lambda: {"decode": "sha256:aa"})
+    monkeypatch.setattr(cache, "current_digests", lambda: DIGESTS)
     monkeypatch.setattr(
         cache, "current_toolchain", lambda: dict(make_record().toolchain)
     )
@@ -112,6 +115,22 @@ def test_explain_names_what_todays_space_refuses(run, monkeypatch):
     _, found, _ = run("explain", "decode", *KEY, "seq_len=4096", *PLACE, "--json")
     assert (found["grade"], found["config"]) == ("default", None)
     assert found["candidates"][0]["differences"][0]["field"] == "config"
+
+
+def test_explain_asks_the_kernels_own_space(run, folder):
+    fields = {"dtype": "bfloat16", "head_size": 128, "num_kv_heads": 8}
+    key = TuningKey.of("kv_cache", num_tokens=256, **fields)
+    config = KernelConfig.of(VECTORS=128, num_warps=3)
+    WritableLayer("", folder).merge_in(
+        [make_record(key, config=config, kernel_digest="sha256:aa")]
+    )
+    explain = ["explain", "kv_cache", *(f"{n}={v}" for n, v in key.fields)]
+    _, found, _ = run(*explain, *PLACE, "--json")
+    (text,) = [reason for reason in found["reasons"] if "refused" in reason]
+    assert found["grade"] == "default" and "num_warps is 3, not one of" in text
+    unknown = ["--gpu", GPU, "--arch", "sm999"]
+    _, _, err = run(*explain, *unknown, "--json")
+    assert "arch is not known" in err
 
 
 def test_explain_takes_the_gpu_at_hand_and_asks_where_there_is_none(run, monkeypatch):

@@ -25,6 +25,7 @@ KERNELS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "decode": ("portable_backend.kernels.decode", ("_decode_kernel",)),
     "merge": ("portable_backend.kernels.decode", ("_merge_kernel",)),
     "rms_norm": ("portable_backend.kernels.rms_norm", ("_rms_norm_kernel",)),
+    "kv_cache": ("portable_backend.kernels.kv_cache", ("_write_kv_cache_kernel",)),
 }
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from portable_backend.commands import DONE, FAILED, UsageError
-from portable_backend.device import DeviceInfo
+from portable_backend.device import ARCH_LIMITS, DeviceInfo
 from portable_backend.errors import RecordError
 from portable_backend.kernels.config import KernelConfig
 from portable_backend.settings import Settings
@@ -25,7 +25,7 @@ from portable_backend.warmup.upkeep import Measurer, Verdict, prune, verify
 
 # Measures a record on the GPU at hand. None until there is one: `verify` says so.
 MEASURER: Measurer | None = None
-# Why today's space does not hold a config; None leaves that out of explanations.
+# Why today's space does not hold a config; None: what the kernels' own spaces say.
 SPACE_CHECK: SpaceCheck | None = None
 
 
@@ -114,11 +114,12 @@ def run_show(args: argparse.Namespace) -> int:
 
 def run_explain(args: argparse.Namespace) -> int:
     # The default config is code, not a record, and left out.
+    device = _device(args)
     lookup = Lookup(
         _store(args),
-        _environment(args),
+        _environment(args, device),
         lambda key: KernelConfig(()),
-        space_check=SPACE_CHECK,
+        space_check=SPACE_CHECK or _space_check(device),
     )
     explanation = lookup.explain(_key(args.kernel, args.field))
     _print(args, explanation.to_dict(), [str(explanation)])
@@ -271,22 +272,41 @@ def _key(kernel: str, fields: list[str]) -> TuningKey:
         raise UsageError(str(error)) from None
 
 
-def _environment(args: argparse.Namespace) -> Environment:
+def _device(args: argparse.Namespace) -> DeviceInfo | None:
+    """The GPU at hand or the one named; None where its architecture is not known."""
     if bool(args.gpu) != bool(args.arch):
         raise UsageError("--gpu and --arch must be given together")
+    if args.gpu is not None:
+        if args.arch not in ARCH_LIMITS:
+            return None
+        # One unit: the bounds that need more of them are left out.
+        return DeviceInfo(args.gpu, args.arch, 1, ARCH_LIMITS[args.arch])
+    try:
+        return DeviceInfo.detect("cuda")
+    except (ImportError, RuntimeError, AssertionError) as error:
+        raise UsageError(f"no GPU here ({error}); give --gpu and --arch") from None
+
+
+def _environment(args: argparse.Namespace, device: DeviceInfo | None) -> Environment:
     try:
         digests = current_digests()
     except RecordError as error:
         print(f"kernel_digest is not compared: {error}", file=sys.stderr)
         digests = None
-    gpu, arch = args.gpu, args.arch
-    if gpu is None:
-        try:
-            device = DeviceInfo.detect("cuda")
-        except (ImportError, RuntimeError, AssertionError) as error:
-            raise UsageError(f"no GPU here ({error}); give --gpu and --arch") from None
-        gpu, arch = device.name, device.arch
+    gpu, arch = (device.name, device.arch) if device else (args.gpu, args.arch)
     return Environment(gpu, arch, digests, current_toolchain())
+
+
+def _space_check(device: DeviceInfo | None) -> SpaceCheck | None:
+    if device is None:
+        print("configs are not checked: arch is not known here", file=sys.stderr)
+        return None
+    try:
+        from portable_backend.warmup.space_check import space_check
+    except ImportError as error:
+        print(f"configs are not checked: {error}", file=sys.stderr)
+        return None
+    return space_check(device)
 
 
 def _line(layer: str, record: TuningRecord) -> str:
