@@ -116,6 +116,7 @@ def _loaded_after(code: str) -> set[str]:
         "portable_backend.warmup.archive",
         "portable_backend.warmup.digest",
         "portable_backend.warmup.lookup",
+        "portable_backend.warmup.measuring_process",
         "portable_backend.warmup.upkeep",
     ],
 )
