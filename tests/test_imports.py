@@ -18,12 +18,18 @@ FOLDERS = {
 }
 # Modules that know neither vLLM nor a kernel, by the layers that may use them.
 LEAVES = ("portable_backend.errors", "portable_backend.device")
-# backend -> warmup -> kernels -> (device, errors)
+# The benchmarks' stopwatch and inputs, which the tuner measures with.
+STOPWATCH = tuple(
+    f"portable_backend.bench.{name}"
+    for name in ("inputs", "results", "shapes", "timing")
+)
+# backend -> warmup -> stopwatch -> kernels -> (device, errors)
 ALLOWED = {
     "leaf": {"leaf"},
     "kernels": {"kernels", "leaf"},
-    "warmup": {"warmup", "kernels", "leaf"},
-    "backend": {"backend", "warmup", "kernels", "leaf"},
+    "stopwatch": {"stopwatch", "kernels", "leaf"},
+    "warmup": {"warmup", "stopwatch", "kernels", "leaf"},
+    "backend": {"backend", "warmup", "stopwatch", "kernels", "leaf"},
 }
 
 
@@ -43,6 +49,8 @@ def _layer(module: str) -> str:
     for layer in ("kernels", "warmup"):
         if f"{module}.".startswith(f"portable_backend.{layer}."):
             return layer
+    if module in STOPWATCH:
+        return "stopwatch"
     return "leaf" if module in LEAVES else "backend"
 
 
@@ -108,6 +116,7 @@ def _loaded_after(code: str) -> set[str]:
         "portable_backend.warmup.archive",
         "portable_backend.warmup.digest",
         "portable_backend.warmup.lookup",
+        "portable_backend.warmup.measuring_process",
         "portable_backend.warmup.upkeep",
     ],
 )

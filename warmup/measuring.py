@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times that can be compared: captured, cold, in turns with the incumbent, paired.
+
+A GPU's clock drifts by more than what separates good configs. So every candidate is
+timed in turns with the incumbent, and what counts is the ratio of neighbouring turns;
+times are that ratio on the incumbent's scale. On a CPU the calls are timed as they are.
+"""
+
+import importlib
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from portable_backend.bench.timing import (
+    MAX_CALLS,
+    SPAN_US,
+    TURN_US,
+    Call,
+    Contestant,
+)
+from portable_backend.errors import bad_argument
+from portable_backend.kernels.config import KernelConfig
+from portable_backend.warmup.measuring_process import Confirmation
+from portable_backend.warmup.search import Proposal, Trial
+from portable_backend.warmup.workloads import Workload
+
+# A candidate is given up once every round so far was slower by this factor: after one
+# round, and after more. Far above what clocks do to neighbouring turns.
+_GIVE_UP = (1.3, 1.1)
+# A median lies within this many deviations of a round over the root of their number,
+# 95 times of 100: 1.96, for medians of a normal distribution 1.253 more.
+_INTERVAL = 1.96 * 1.253
+_MAD_TO_DEVIATION = 1.4826
+# No clock is better than this, whatever a few rounds say.
+MIN_NOISE = 0.002
+_CONFIRM_CHECKS = 3
+
+
+class WrongResultError(Exception):
+    """A config's output is not the oracle's; the message says how."""
+
+
+def noise_of(ratios: Sequence[float], control: Sequence[float] = ()) -> float:
+    """How far the median of paired ratios may be off, relative.
+
+    Args:
+        ratios: of neighbouring turns, one of each round.
+        control: the same for two contestants that are alike; what their median differs
+            from 1, it differs by mistake.
+    """
+    if len(ratios) < 2:
+        return float("inf")
+    center = statistics.median(ratios)
+    spread = statistics.median(abs(ratio - center) for ratio in ratios)
+    deviation = _MAD_TO_DEVIATION * spread / center
+    noise = max(MIN_NOISE, _INTERVAL * deviation / math.sqrt(len(ratios)))
+    return max(noise, abs(statistics.median(control) - 1)) if control else noise
+
+
+def is_roof_reached(time_us: float, roof_us: float | None, share: float = 0.95) -> bool:
+    """Whether the search may stop, since no config can be much faster."""
+    return roof_us is not None and roof_us >= share * time_us
+
+
+class Runner:
+    """A contestant that is ready to be timed.
+
+    Args:
+        contestant: whose calls have all been made once, so that nothing compiles.
+        device: a GPU captures the calls, a CPU just makes them.
+        turn_us: length of a turn.
+    """
+
+    def __init__(
+        self, contestant: Contestant, device: torch.device, turn_us: float = TURN_US
+    ) -> None:
+        self.contestant, self.device = contestant, device
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._calls, self._repeats = len(contestant.calls), 1
+        if device.type == "cuda":
+            self._graph, self._calls = _capture(contestant.calls)
+            span_us = _elapsed_us(self._graph.replay)
+            self._repeats = max(1, round(turn_us / span_us))
+
+    def turn(self) -> float:
+        """Microseconds of one call, over one turn."""
+        if self._graph is not None:
+            turn_us = _elapsed_us(self._graph.replay, self._repeats)
+            return turn_us / (self._repeats * self._calls)
+        start = time.perf_counter()
+        self._run_once()
+        return max((time.perf_counter() - start) * 1e6 / self._calls, 1e-3)
+
+    def error(self) -> float:
+        """The relative error of what timed calls write."""
+        contestant = self.contestant
+        if contestant.recheck is None:
+            return contestant.verify() or 0.0
+        contestant.refill()
+        if self._graph is not None:
+            self._graph.replay()
+        else:
+            self._run_once()
+        return contestant.recheck()
+
+    def _run_once(self) -> None:
+        for call in self.contestant.calls:
+            call()
+
+
+class Bench:
+    """Measures configs of one workload. What a config raises passes through.
+
+    Args:
+        workload: of one key.
+        device: the workload's.
+        on_stage: told "incumbent" before the incumbent runs for the first time, and
+            "candidate" before anything else does: whose fault a hang is.
+        turn_us: length of a turn.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        device: torch.device,
+        on_stage: Callable[[str], None] = lambda stage: None,
+        turn_us: float = TURN_US,
+    ) -> None:
+        self.workload, self.device, self._on_stage = workload, device, on_stage
+        self._turn_us = turn_us
+        self._incumbent: tuple[KernelConfig, Runner] | None = None
+        self._scales_us: dict[KernelConfig, float] = {}
+
+    def trial(
+        self,
+        proposal: Proposal,
+        *,
+        seed: int,
+        incumbent: KernelConfig | None = None,
+        incumbent_us: float | None = None,
+    ) -> Trial:
+        """Check and time one config.
+
+        Args:
+            proposal: the config, and its rounds; fewer are timed where it is clearly
+                slower than the incumbent.
+            seed: 0 or more; of the inputs it is checked on.
+            incumbent: to time it in turns with; None: alone.
+            incumbent_us: its time, as an earlier trial gave it; None: as measured now.
+
+        Raises:
+            WrongResultError: the config is not right.
+        """
+        config = proposal.config
+        if incumbent is not None:
+            self._prepare_incumbent(incumbent)
+        self._on_stage("candidate")
+        check = self.workload.check(config, seed)
+        if check.wrong is not None:
+            raise WrongResultError(check.wrong)
+        if config == incumbent:
+            runner = self._runner_of(incumbent)
+            times = [runner.turn() for _ in range(proposal.rounds)]
+            time_us = incumbent_us or self._scale_us(config, times)
+        else:
+            runner = self._ready(config)
+            time_us = self._time(runner, proposal.rounds, incumbent, incumbent_us)
+        self._require_right(runner)
+        return Trial(config, proposal.rounds, time_us)
+
+    def confirm(
+        self, config: KernelConfig, *, seed: int, rounds: int, beside: bool = True
+    ) -> Confirmation:
+        """Check a config on unseen inputs, and time it in turns with the default.
+
+        The default takes part twice: how its two times differ is part of the noise.
+
+        Args:
+            config: the winner.
+            seed: 0 or more; of inputs that no trial has seen.
+            rounds: of timing.
+            beside: False leaves the default out, where it does not run.
+        """
+        default = self.workload.default
+        if beside:
+            self._prepare_incumbent(default)
+        self._on_stage("candidate")
+        ratio = 0.0
+        for i in range(_CONFIRM_CHECKS):
+            check = self.workload.check(config, -1 - _CONFIRM_CHECKS * seed - i)
+            ratio = max(ratio, check.error_ratio)
+            if check.wrong is not None:
+                return no_confirmation(check.wrong, ratio)
+        names = ["config", "default", "control"] if beside else ["config"]
+        runners = {"config": self._ready(config)}
+        if beside:
+            runners |= {
+                "default": self._runner_of(default),
+                "control": self._ready(default),
+            }
+        times: dict[str, list[float]] = {name: [] for name in names}
+        for i in range(rounds):
+            shift = i % len(names)
+            for name in names[shift:] + names[:shift]:
+                times[name].append(runners[name].turn())
+        self._require_right(runners["config"])
+        time_us = statistics.median(times["config"])
+        if not beside:
+            return Confirmation(time_us, float("inf"), float("inf"), ratio)
+        ratios = _ratios(times["config"], times["default"])
+        control = _ratios(times["control"], times["default"])
+        default_us = statistics.median(times["default"])
+        return Confirmation(
+            default_us * statistics.median(ratios),
+            default_us,
+            noise_of(ratios, control),
+            ratio,
+        )
+
+    def _time(
+        self,
+        runner: Runner,
+        rounds: int,
+        incumbent: KernelConfig | None,
+        incumbent_us: float | None,
+    ) -> float:
+        if incumbent is None:
+            return statistics.median(runner.turn() for _ in range(rounds))
+        other = self._runner_of(incumbent)
+        times: list[float] = []
+        others: list[float] = []
+        for i in range(rounds):
+            pair = [(runner, times), (other, others)]
+            for timed, into in pair if i % 2 else pair[::-1]:
+                into.append(timed.turn())
+            limit = _GIVE_UP[min(i, len(_GIVE_UP) - 1)]
+            if min(_ratios(times, others)) > limit:
+                break
+        scale_us = incumbent_us or self._scale_us(incumbent, others)
+        return scale_us * statistics.median(_ratios(times, others))
+
+    def _scale_us(self, incumbent: KernelConfig, times: Sequence[float]) -> float:
+        """Its time, the same for all that is compared with it."""
+        return self._scales_us.setdefault(incumbent, statistics.median(times))
+
+    def _prepare_incumbent(self, config: KernelConfig) -> None:
+        if self._incumbent is None or self._incumbent[0] != config:
+            self._incumbent = None  # its graph goes before the next comes
+            self._on_stage("incumbent")
+            self._incumbent = config, self._ready(config)
+
+    def _runner_of(self, incumbent: KernelConfig) -> Runner:
+        assert self._incumbent is not None
+        assert self._incumbent[0] == incumbent
+        return self._incumbent[1]
+
+    def _ready(self, config: KernelConfig) -> Runner:
+        contestant = self.workload.contestant(config)
+        contestant.refill()
+        for call in contestant.calls:
+            call()
+        return Runner(contestant, self.device, self._turn_us)
+
+    def _require_right(self, runner: Runner) -> None:
+        error, limit = runner.error(), self.workload.error_limit
+        if not error <= limit:
+            raise WrongResultError(
+                f"timing inputs: relative error {error:.3g}, allowed {limit:.3g}"
+            )
+
+
+def no_confirmation(wrong: str, error_ratio: float = float("inf")) -> Confirmation:
+    """Of a config that must not be used."""
+    inf = float("inf")
+    return Confirmation(inf, inf, inf, error_ratio, wrong)
+
+
+def load_maker(target: str) -> Callable[[Any, torch.device], Workload]:
+    """The function that "module:name" names.
+
+    Raises:
+        ValueError: there is none.
+    """
+    module, _, name = target.partition(":")
+    try:
+        make: Callable[[Any, torch.device], Workload] = getattr(
+            importlib.import_module(module), name
+        )
+    except (ImportError, AttributeError, ValueError) as error:
+        raise bad_argument(
+            "make", "a function, as module:name", target, f"correct it ({error})"
+        ) from None
+    return make
+
+
+def _capture(calls: Sequence[Call]) -> tuple[torch.cuda.CUDAGraph, int]:
+    """A graph of about SPAN_US of calls in turn, and how many they are.
+
+    As `bench.timing.capture`, which waits for the garbage collector each time.
+    """
+    time_us = _elapsed_us(calls[0])
+    if time_us < SPAN_US / 4:
+        # Eager calls this short mostly time the host: ask a small graph instead.
+        trial = _graph_of(calls, 8)
+        trial.replay()  # the first replay uploads the graph
+        time_us = _elapsed_us(trial.replay) / 8
+    count = max(1, min(MAX_CALLS, round(SPAN_US / time_us)))
+    count = -(-count // len(calls)) * len(calls)
+    graph = _graph_of(calls, count)
+    graph.replay()
+    return graph, count
+
+
+def _graph_of(calls: Sequence[Call], count: int) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            for i in range(count):
+                calls[i % len(calls)]()
+        finally:
+            graph.capture_end()
+    return graph
+
+
+def _elapsed_us(call: Call, count: int = 1) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(count):
+        call()
+    end.record()
+    end.synchronize()
+    elapsed_ms: float = start.elapsed_time(end)
+    return max(elapsed_ms * 1e3, 0.1)
+
+
+def _ratios(ones: Sequence[float], others: Sequence[float]) -> list[float]:
+    return [one / other for one, other in zip(ones, others, strict=True)]
