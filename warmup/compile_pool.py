@@ -24,7 +24,7 @@ from typing import Any
 from portable_backend.device import DeviceInfo
 from portable_backend.errors import bad_argument
 from portable_backend.kernels.config import KernelConfig
-from portable_backend.warmup.kernel_specs import spec_of
+from portable_backend.warmup.kernel_specs import DTYPES, spec_of
 from portable_backend.warmup.records import TuningKey
 from portable_backend.warmup.resources import Readout, over_limit
 
@@ -73,7 +73,29 @@ def binary_of(key: TuningKey, config: KernelConfig) -> Hashable:
             parameters[name] = bool(parameters[name])
     # Rows of a decode tile follow the length of the queries.
     query_len = fields["query_len"] if key.kernel == "decode" else None
-    return key.kernel, key.structure, query_len, *sorted(parameters.items())
+    sizes = (query_len, *_far_reaching(key.kernel, fields))
+    return key.kernel, key.structure, sizes, *sorted(parameters.items())
+
+
+def _far_reaching(kernel: str, fields: dict[str, Any]) -> list[bool]:
+    """Which tensors are too large for 32-bit offsets: AMD's compiler is told."""
+    size = DTYPES[fields["dtype"]].itemsize
+    if kernel == "rms_norm":
+        numbers = [fields["num_rows"] * fields["row_size"]]
+    elif kernel == "kv_cache":
+        new = fields["num_tokens"] * fields["num_kv_heads"] * fields["head_size"]
+        numbers = [new, 2 * new]
+    else:
+        per_token = fields["num_kv_heads"] * fields["head_size"]
+        tokens = fields["num_seqs"] * fields["query_len"]
+        seq_len = fields.get("seq_len") or fields["context_len"] + fields["query_len"]
+        blocks = fields["num_seqs"] * -(-seq_len // fields["block_size"])
+        numbers = [
+            tokens * per_token,
+            tokens * per_token * fields["num_queries_per_kv"],
+            2 * blocks * fields["block_size"] * per_token,
+        ]
+    return [number * size >= 1 << 31 for number in numbers]
 
 
 class CompilePool:

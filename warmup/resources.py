@@ -261,7 +261,8 @@ def _time_us(
         work.tile_bytes / (4 * bandwidth),
     )
     rounds = math.ceil(in_unit / held)
-    latency = rounds * (2 + work.steps) * _LATENCY_US / max(1, min(4, resident))
+    chain = (2 + work.steps) * _LATENCY_US
+    latency = chain * (1 + (rounds - 1) / max(1, min(4, resident)))  # others hide it
     slow = 1 + spills / 128
     spread = max(compute, memory) + 0.2 * min(compute, memory)
     return _LAUNCH_US + work.extra_us + slow * (spread + 0.5 * latency)
@@ -428,7 +429,7 @@ def prune(
     device: DeviceInfo,
     *,
     keep: int,
-    slack: float = 3.0,
+    slack: float = 4.0,
     readouts: Mapping[KernelConfig, Readout] | None = None,
 ) -> tuple[list[KernelConfig], list[Pruned]]:
     """Rank configs by `estimate_us`, and drop those that cannot win.
@@ -438,7 +439,7 @@ def prune(
         configs: members of the key's space.
         device: what they would run on.
         keep: so many of the best stay, whatever is estimated of them. What could not be
-            launched at all never stays.
+            launched at all never stays, nor what another config does as well.
         slack: dropped is what is estimated at more than so many times the best, and
             some microseconds above that.
         readouts: of configs that are compiled; the others' are estimated.
@@ -462,6 +463,9 @@ def prune(
         reason = over_limit(readout, device) if readout else None
         if reason is None and times[config] == math.inf:
             reason = "no unit can hold a program of it"
+        twin = _twin_of(key, config)
+        if reason is None and twin in times:
+            reason = f"runs as LOAD={twin['LOAD']} here"
         if reason is not None:
             reasons[config] = reason
     ranked = sorted((c for c in given if c not in reasons), key=lambda c: times[c])
@@ -478,6 +482,16 @@ def prune(
             )
     kept = [config for config in ranked if config not in reasons]
     return kept, [Pruned(c, reasons[c]) for c in given if c in reasons]
+
+
+def _twin_of(key: TuningKey, config: KernelConfig) -> KernelConfig | None:
+    """The config that stands for what the kernel does in place of `config`."""
+    fields, load = key.to_dict(), config.get("LOAD")
+    cached = load == "new" and not fields.get("no_context")
+    windowed = (
+        load == "descriptor" and key.kernel == "decode" and fields["sliding_window"]
+    )
+    return config.replace(LOAD="pointer") if cached or windowed else None
 
 
 def _few_programs(readout: Readout | None, most: int) -> str:
