@@ -15,6 +15,7 @@ from tuning_keys import decode_key, norm_key
 
 from portable_backend.device import DeviceInfo
 from portable_backend.kernels.config import KernelConfig
+from portable_backend.warmup import compile_pool
 from portable_backend.warmup.compile_pool import (
     CompilePool,
     binary_of,
@@ -108,6 +109,14 @@ def test_what_is_known_is_not_compiled_again(tmp_path):
             assert all(r.key == key and r.failure is None for r in results)
         list(pool.wait(decode_key(query_len=8), [config]))
     assert logged(tmp_path)[1:] == [str(GOOD)] * 2
+
+
+def test_a_worker_is_replaced_before_its_memory_fills(tmp_path, monkeypatch):
+    monkeypatch.setattr(compile_pool, "_MAX_COMPILED", 3)
+    configs = [candidate(GOOD, num_warps=n) for n in range(7)]
+    with fake_pool(tmp_path) as pool:
+        assert all(r.failure is None for r in pool.wait(KEY, configs))
+    assert sum("pid" in line for line in logged(tmp_path)) == 3
 
 
 def test_submitting_does_not_wait(tmp_path):

@@ -31,6 +31,8 @@ from portable_backend.warmup.resources import Readout, over_limit
 WORKER = (sys.executable, "-P", "-m", "portable_backend.warmup.compile_worker")
 _START_LIMIT_S = 120.0  # imports torch, perhaps from a cold disk
 _LOOK_S = 0.1  # between looks at a worker's memory
+# A compiler keeps some 3 MB of each kernel: after so many a worker is replaced.
+_MAX_COMPILED = 200
 # Whoever hides the GPUs from a worker is sure that it takes none of their memory.
 _HIDDEN = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
@@ -238,6 +240,7 @@ class _Worker:
     _process: subprocess.Popen[str] | None = None
     _lines: "queue.Queue[str | None]" = field(default_factory=queue.Queue)
     _errors: Any = None
+    _compiled: int = 0  # by this process
     _killed: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -245,6 +248,8 @@ class _Worker:
         self, key: TuningKey, config: KernelConfig
     ) -> tuple[Readout | None, str | None]:
         """(read-out, None) or (None, why not)."""
+        if self._process is not None and self._compiled >= _MAX_COMPILED:
+            self._end()
         if self._process is None:
             failure = self._start()
             if failure is not None:
@@ -255,6 +260,7 @@ class _Worker:
             "config": config.to_dict(),
         }
         answer, failure = self._ask(request, self.limit_s)
+        self._compiled += 1
         if answer is None:
             return None, failure
         if "readout" not in answer:
@@ -282,7 +288,7 @@ class _Worker:
                 )
             except OSError as error:
                 return str(error)
-        self._lines = queue.Queue()
+        self._lines, self._compiled = queue.Queue(), 0
         pump = threading.Thread(
             target=_pump, args=(self._process.stdout, self._lines), daemon=True
         )
