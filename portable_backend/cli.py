@@ -17,11 +17,12 @@ from portable_backend.commands import (
     USAGE,
     UsageError,
     cache,
+    compile,
     doctor,
 )
 from portable_backend.errors import PortableBackendError
 
-GROUPS = (cache, doctor)
+GROUPS = (cache, compile, doctor)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -14,7 +14,6 @@ its target.
 """
 
 import argparse
-import contextlib
 import json
 import os
 import queue
@@ -22,24 +21,16 @@ import random
 import re
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
-from unittest import mock
 
 os.environ.pop("TRITON_INTERPRET", None)  # the interpreter compiles nothing
 
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.compiler import compile as compile_source
-from triton.runtime.jit import JITFunction
 
 from portable_backend import kernels
 from portable_backend.device import DeviceInfo
@@ -50,7 +41,6 @@ from portable_backend.kernels import (
     rms_norm,
     write_kv_cache,
 )
-from portable_backend.kernels._direct import Bindings
 from portable_backend.kernels.attention_space import (
     AttentionProblem,
     decode_configs,
@@ -59,6 +49,15 @@ from portable_backend.kernels.attention_space import (
 )
 from portable_backend.kernels.config import AttentionConfig
 from portable_backend.kernels.plan import default_config
+from portable_backend.warmup import resources
+from portable_backend.warmup.compilation import (
+    KernelLaunch,
+    compile_launch,
+    distinct,
+    in_graph,
+    new_tensor,
+    recording,
+)
 
 TARGETS = (
     "sm80",
@@ -130,11 +129,13 @@ def call_everything(shape: Shape, draw: int = 0) -> None:
         shape: model geometry.
         draw: configs of each attention kernel to take from its space, too.
     """
-    num_tokens, num_blocks = 2048, 512
+    num_tokens = 2048
+    # More than 2 GB, as caches are: AMD's compiler then assumes no shorter reach.
+    num_blocks = 1 << 20
     num_heads, num_kv_heads = shape.heads
 
     def new(*size: int, dtype: torch.dtype = shape.dtype) -> torch.Tensor:
-        return torch.empty(size, dtype=dtype, device="meta")
+        return new_tensor(*size, dtype=dtype)
 
     pairs = new(num_blocks, 2, shape.block_size, num_kv_heads, shape.head_size)
     key_cache, value_cache = pairs.unbind(1)
@@ -167,9 +168,8 @@ def call_everything(shape: Shape, draw: int = 0) -> None:
         )
         query = new(sum(query_lens), num_heads, shape.head_size)
         key = new(sum(query_lens), num_kv_heads, shape.head_size)
-        for in_graph in (False, True):
-            module = sys.modules[paged_attention.__module__]
-            with mock.patch.object(module, "capturing", lambda x=in_graph: x):
+        for captured in (False, True):
+            with in_graph(captured):
                 paged_attention(
                     query, key_cache, value_cache, batch, options,
                     out=torch.empty_like(query), key=key, value=key, config=config,
@@ -211,34 +211,11 @@ def draw_configs(shape: Shape, count: int) -> Iterator[AttentionConfig]:
             yield replace(base, **{name: config})
 
 
-def launched_kernels(
-    arch: str, shape: Shape, draw: int
-) -> list[tuple[JITFunction, dict]]:
-    """(kernel, arguments by name) of each launch that `shape` needs on `arch`."""
-    launches: list[tuple[JITFunction, dict]] = []
-
-    def record(fn: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any):
-        names = [p.name for p in fn.params]
-        launches.append((fn, dict(zip(names, args, strict=False)) | kwargs))
-
-    with contextlib.ExitStack() as stack:
-        info = DeviceInfo.for_arch(arch)
-        detect = classmethod(lambda cls, device: info)
-        stack.enter_context(mock.patch.object(DeviceInfo, "detect", detect))
-        stack.enter_context(mock.patch.object(JITFunction, "run", record))
-        for function in (write_kv_cache, rms_norm):
-            _forget_lookups(sys.modules[function.__module__])
+def launched_kernels(arch: str, shape: Shape, draw: int) -> list[KernelLaunch]:
+    """Each launch that `shape` needs on `arch`."""
+    with recording(DeviceInfo.for_arch(arch)) as launches:
         call_everything(shape, draw)
     return launches
-
-
-def _forget_lookups(module: ModuleType) -> None:
-    """Drop what a module cached for another architecture."""
-    for value in vars(module).values():
-        if isinstance(value, Bindings):
-            value.clear()
-        elif hasattr(value, "cache_clear"):
-            value.cache_clear()
 
 
 def all_kernels() -> set[str]:
@@ -248,142 +225,56 @@ def all_kernels() -> set[str]:
     return {name for path in sources for name in pattern.findall(path.read_text())}
 
 
-_TYPES = {
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.float32: "fp32",
-    torch.int32: "i32",
-    torch.int64: "i64",
-}
-
-
-def source_of(
-    fn: JITFunction, arguments: dict[str, Any]
-) -> tuple[ASTSource, dict[str, Any]]:
-    """What Triton's launcher would compile for these arguments, and the options.
-
-    Pointers count as 16-byte aligned; AMD's 2 GB pointer range is not assumed.
-    """
-    signature, constants, attributes = {}, {}, {}
-    aligned = [["tt.divisibility", 16]]
-    for i, param in enumerate(fn.params):
-        value = arguments[param.name]
-        exact = isinstance(value, int) and not isinstance(value, bool)
-        if param.is_constexpr or value is None:
-            kind = "constexpr"
-        elif isinstance(value, torch.Tensor):
-            kind = "*" + _TYPES[value.dtype]
-            attributes[(i,)] = aligned
-        elif hasattr(value, "block_shape"):
-            kind = f"tensordesc<{_TYPES[value.base.dtype]}{list(value.block_shape)}>"
-        elif param.annotation_type:
-            kind = param.annotation_type
-        elif exact and value == 1 and not param.do_not_specialize:
-            kind = "constexpr"
-        elif exact:
-            kind = "i32" if -(2**31) <= value < 2**31 else "i64"
-            if value % 16 == 0 and not param.do_not_specialize:
-                attributes[(i,)] = aligned
-        else:
-            kind = "fp32"
-        signature[param.name] = kind
-        if kind == "constexpr":
-            constants[(i,)] = value
-    names = {p.name for p in fn.params}
-    options = {k: v for k, v in arguments.items() if k not in names}
-    source = ASTSource(fn, signature, constexprs=constants, attrs=attributes)
-    return source, options
-
-
-def jobs_for(arch: str, shapes: tuple[Shape, ...], draw: int) -> list[dict[str, Any]]:
-    """Distinct compilations of a target: name, shape, source, options."""
-    jobs: dict[str, dict[str, Any]] = {}
+def jobs_for(
+    arch: str, shapes: tuple[Shape, ...], draw: int
+) -> list[tuple[str, KernelLaunch]]:
+    """Distinct compilations of a target: shape and launch."""
+    names: dict[KernelLaunch, str] = {}
     for shape in shapes:
-        for fn, arguments in launched_kernels(arch, shape, draw):
-            source, options = source_of(fn, arguments)
-            name = fn.__name__.removeprefix("_").removesuffix("_kernel")
-            jobs.setdefault(
-                repr((name, source.signature, source.constants, source.attrs, options)),
-                {"kernel": name, "shape": shape.name, "source": source}
-                | {"options": options},
-            )
-    return list(jobs.values())
+        names |= dict.fromkeys(launched_kernels(arch, shape, draw), shape.name)
+    info = DeviceInfo.for_arch(arch)
+    return [(names[launch], launch) for launch in distinct(names, info)]
 
 
-def target_for(arch: str) -> GPUTarget:
-    limits = DeviceInfo.for_arch(arch).limits
-    if limits.platform == "cuda":
-        return GPUTarget("cuda", int(arch.removeprefix("sm")), limits.warp_size)
-    return GPUTarget("hip", arch, limits.warp_size)
-
-
-def compile_job(arch: str, job: dict[str, Any]) -> dict[str, Any]:
+def compile_job(arch: str, shape: str, launch: KernelLaunch) -> dict[str, Any]:
     """Compile and read what the binary uses."""
-    start = time.perf_counter()
-    compiled = compile_source(
-        job["source"], target=target_for(arch), options=job["options"]
-    )
-    row = {
+    readout = compile_launch(launch, DeviceInfo.for_arch(arch))
+    parameters = {p.name for p in launch.function.params}
+    return {
         "arch": arch,
-        "kernel": job["kernel"],
-        "shape": job["shape"],
-        "options": job["options"],
-        "shared_bytes": compiled.metadata.shared,
-        "num_warps": compiled.metadata.num_warps,
-        "tmem_columns": getattr(compiled.metadata, "tmem_size", None) or 0,
-        "compile_s": round(time.perf_counter() - start, 2),
+        "kernel": launch.kernel,
+        "shape": shape,
+        "options": {k: v for k, v in launch.kwargs.items() if k not in parameters},
+        "shared_bytes": readout.shared_bytes,
+        "num_warps": readout.num_warps,
+        "tmem_columns": readout.tensor_columns,
+        "compile_s": round(readout.seconds, 2),
+        "registers": readout.registers,
+        "spills": readout.spills,
     }
-    if "cubin" in compiled.asm:
-        return row | _nvidia_usage(compiled.asm["cubin"])
-    return row | _amd_usage(compiled.asm["amdgcn"])
-
-
-def _nvidia_usage(cubin: bytes) -> dict[str, int | None]:
-    """Registers, and stack bytes, which only spills use, by cuobjdump."""
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    if not tool.exists():
-        return {"registers": None, "spills": None}
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        text = subprocess.run(
-            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
-    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", text).groups()  # type: ignore[union-attr]
-    return {"registers": int(registers), "spills": int(stack)}
-
-
-def _amd_usage(assembly: str) -> dict[str, int]:
-    """Vector registers, and those spilled, from the kernel's metadata."""
-    found = {
-        key: int(re.search(rf"\.{key}:\s+(\d+)", assembly).group(1))  # type: ignore[union-attr]
-        for key in ("vgpr_count", "vgpr_spill_count")
-    }
-    return {"registers": found["vgpr_count"], "spills": found["vgpr_spill_count"]}
 
 
 def over_limit(row: dict[str, Any]) -> str | None:
     """Why the kernel could not be launched on its target, or None."""
-    limits = DeviceInfo.for_arch(row["arch"]).limits
-    if row["shared_bytes"] > limits.shared_bytes_per_block:
-        return (
-            f"wants {row['shared_bytes']} bytes of shared memory, "
-            f"a block has {limits.shared_bytes_per_block}"
-        )
-    if row["num_warps"] * limits.warp_size > 1024:
-        return f"wants {row['num_warps']} warps of {limits.warp_size} lanes"
-    if row["tmem_columns"] > 512:
-        return f"wants {row['tmem_columns']} columns of tensor memory"
-    return None
+    readout = resources.Readout(
+        shared_bytes=row["shared_bytes"],
+        registers=row.get("registers"),
+        spills=row.get("spills"),
+        programs_per_unit=None,
+        seconds=0,
+        num_warps=row["num_warps"],
+        tensor_columns=row["tmem_columns"],
+    )
+    return resources.over_limit(readout, DeviceInfo.for_arch(row["arch"]))
 
 
 def work(arch: str, shapes: tuple[Shape, ...], draw: int, skip: int) -> None:
     """Child process: compile the jobs from number `skip` on, one JSON line each."""
-    for job in jobs_for(arch, shapes, draw)[skip:]:
-        label = {"kernel": job["kernel"], "shape": job["shape"]}
+    for shape, launch in jobs_for(arch, shapes, draw)[skip:]:
+        label = {"kernel": launch.kernel, "shape": shape}
         print(json.dumps({"starts": label}), flush=True)
         try:
-            row = compile_job(arch, job)
+            row = compile_job(arch, shape, launch)
         except Exception as error:  # whatever a compiler raises
             row = {"arch": arch, "error": f"{type(error).__name__}: {error}"[:500]}
             row |= label
