@@ -11,10 +11,17 @@ import sys
 from collections.abc import Sequence
 
 from portable_backend import __version__
-from portable_backend.commands import FAILED, INTERRUPTED, USAGE, UsageError, cache
+from portable_backend.commands import (
+    FAILED,
+    INTERRUPTED,
+    USAGE,
+    UsageError,
+    cache,
+    tune,
+)
 from portable_backend.errors import PortableBackendError
 
-GROUPS = (cache,)
+GROUPS = (cache, tune)
 
 
 def build_parser() -> argparse.ArgumentParser:
