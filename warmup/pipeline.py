@@ -132,7 +132,7 @@ class Pipeline:
             self.key,
             [self.default, config],
             self.tools.device,
-            keep=2,
+            keep=1,
             readouts=self._readouts,
         )
         return next((p.reason for p in pruned if p.config == config), None)

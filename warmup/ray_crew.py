@@ -5,6 +5,7 @@ Each worker is an actor with one GPU. What goes to and fro is JSON as bytes, whi
 hands over as they are; records are merged where the cluster is driven from.
 """
 
+import contextlib
 import dataclasses
 import json
 import socket
@@ -95,7 +96,10 @@ class RayCrew:
         self._ray: Any = ray
         self._owns = not ray.is_initialized()
         if self._owns:
-            ray.init(address=address or None, log_to_driver=False)
+            # Workers get this folder first on their path: from a checkout it would hide
+            # the package that is installed.
+            with contextlib.chdir("/"):
+                ray.init(address=address or None, log_to_driver=False)
         self._store = store
         self._setup = json.dumps(
             {
@@ -145,7 +149,7 @@ class RayCrew:
                 message = parse_message(self._ray.get(answer))
             except self._ray.exceptions.RayError as error:
                 self._actors.pop(worker, None)
-                yield worker, Lost(str(error).strip().splitlines()[0])
+                yield worker, Lost(str(error).strip().splitlines()[-1])
                 continue
             yield worker, message
 

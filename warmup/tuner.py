@@ -12,6 +12,7 @@ import hashlib
 import importlib.util
 import json
 import logging
+import math
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -404,7 +405,7 @@ class _Job:
 
         def reached(best: Trial) -> bool:
             assert best.time_us is not None
-            return best.rounds >= full and best.time_us <= 1.02 * limit
+            return best.rounds >= full and 0.95 * best.time_us <= limit
 
         return reached
 
@@ -427,10 +428,12 @@ class _Job:
                 self._note(f"wrong on unseen data: {dict(config)}: {found.wrong}")
                 continue
             confirmed += 1
-            gain = 1 - found.time_us / found.default_us
-            if gain > max(self.options.min_gain, found.noise) and (
-                winner is None or gain > winner[0]
-            ):
+            # Without a default that runs there is nothing to compare with.
+            gain, needed = 1.0, 0.0
+            if found.default_us < math.inf:
+                gain = 1 - found.time_us / found.default_us
+                needed = max(self.options.min_gain, found.noise)
+            if gain > needed and (winner is None or gain > winner[0]):
                 winner = gain, config, found
         self.wrong = len(wrong)
         if winner is not None:
@@ -460,8 +463,8 @@ class _Job:
             gpu=environment.gpu,
             arch=environment.arch,
             time_us=found.time_us,
-            default_us=found.default_us,
-            error_ratio=found.error_ratio,
+            default_us=_finite(found.default_us),
+            error_ratio=_finite(found.error_ratio),
             kernel_digest=self._digest(),
             toolchain=dict(environment.toolchain),
             verified=True,
@@ -501,6 +504,10 @@ class _Job:
     def _note(self, text: str) -> None:
         logger.info("%s: %s", self.key, text)
         self.tuner.on_event(Event("note", self.key, self._counts(), note=text))
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
 
 
 def fastest(trials: Iterable[Trial], rounds: int) -> list[KernelConfig]:

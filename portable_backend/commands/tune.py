@@ -81,7 +81,8 @@ def run(args: argparse.Namespace) -> int:
     from portable_backend.commands.tune_progress import make_progress
 
     settings = _settings()
-    cache_dir = args.cache_dir or settings.cache_dir
+    # Workers have working directories of their own.
+    cache_dir = (args.cache_dir or settings.cache_dir).absolute()
     started = time.monotonic()
     with make_progress(len(tasks), options.trials, sys.stderr) as on_event:
         outcomes = _tune(args, tasks, recipe, options, cache_dir, on_event)
@@ -174,7 +175,7 @@ def _recipe(args: argparse.Namespace) -> "Recipe":
     )
 
     if args.replay is not None:
-        return replay_recipe(args.replay)
+        return replay_recipe(args.replay.absolute())
     workers = args.workers
     if workers is None and args.gpus is not None and not args.dry_run:
         workers = max(1, available_cpus() // len(_gpus(args)))
