@@ -227,6 +227,7 @@ def tune(
         if outcome.state == "interrupted":
             rest = tasks[len(outcomes) :]
             outcomes += [Outcome(t.key, "unreached", "interrupted") for t in rest]
+            break
     return outcomes
 
 
