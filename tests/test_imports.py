@@ -103,11 +103,15 @@ def _loaded_after(code: str) -> set[str]:
         "portable_backend.bench",
         "portable_backend.bench.cli",
         "portable_backend.cli",
+        "portable_backend.commands.tune",
+        "portable_backend.commands.tune_progress",
         "portable_backend.kernels",
         "portable_backend.kernels.config",
         "portable_backend.warmup.archive",
         "portable_backend.warmup.digest",
         "portable_backend.warmup.lookup",
+        "portable_backend.warmup.spread",
+        "portable_backend.warmup.tuner",
         "portable_backend.warmup.upkeep",
     ],
 )
@@ -121,5 +125,6 @@ def test_light_modules_import_nothing_heavy(module):
         "numpy",
         "optuna",
         "sklearn",
+        "ray",
         "rich",
     }

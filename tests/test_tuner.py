@@ -237,9 +237,7 @@ class Compiler:
 def test_the_next_batch_compiles_while_this_one_is_measured(tmp_path):
     measurer = Measurer()
     compiler = Compiler(measurer)
-    tuner = tuner_with(
-        measurer, tmp_path, EVERYTHING, make_compiler=lambda: compiler
-    )
+    tuner = tuner_with(measurer, tmp_path, EVERYTHING, make_compiler=lambda: compiler)
     tune(tasks_of(1), tuner)
     ahead = [submitted - measured for submitted, measured in compiler.log]
     assert ahead[0] == 2 * EVERYTHING.batch  # before anything is measured
@@ -253,9 +251,7 @@ def test_what_does_not_compile_is_not_measured(tmp_path):
     measurer = Measurer()
     bad = CONFIGS.index(BEST)
     compiler = Compiler(measurer, failing=(bad, 3))
-    tuner = tuner_with(
-        measurer, tmp_path, EVERYTHING, make_compiler=lambda: compiler
-    )
+    tuner = tuner_with(measurer, tmp_path, EVERYTHING, make_compiler=lambda: compiler)
     (outcome,) = tune(tasks_of(1), tuner)
     assert outcome.counts.rejected == {"compile": 2}
     assert outcome.counts.compiled == len(CONFIGS) - 2
@@ -265,9 +261,7 @@ def test_what_does_not_compile_is_not_measured(tmp_path):
 def test_a_compiler_that_dies_is_done_without(tmp_path):
     measurer = Measurer()
     compiler = Compiler(measurer, breaks_after=10)
-    tuner = tuner_with(
-        measurer, tmp_path, EVERYTHING, make_compiler=lambda: compiler
-    )
+    tuner = tuner_with(measurer, tmp_path, EVERYTHING, make_compiler=lambda: compiler)
     (outcome,) = tune(tasks_of(1), tuner)
     assert outcome.state == "tuned" and outcome.record.config == BEST
     assert len(measurer.measured) == len(CONFIGS)

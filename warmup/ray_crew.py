@@ -95,6 +95,8 @@ class RayCrew:
             ) from error
         self._ray: Any = ray
         self._owns = not ray.is_initialized()
+        self._actors: dict[int, Any] = {}
+        self._running: dict[Any, int] = {}
         if self._owns:
             # Workers get this folder first on their path: from a checkout it would hide
             # the package that is installed.
@@ -119,9 +121,7 @@ class RayCrew:
                 f"the Ray cluster at {address or socket.gethostname()} has no GPU; "
                 "start its nodes with --num-gpus, or use --gpus on one host"
             )
-        self._actors: dict[int, Any] = {}
         self._starts_left = [1 + restarts] * count
-        self._running: dict[Any, int] = {}
 
     def idle(self) -> list[int]:
         busy = set(self._running.values())
@@ -155,12 +155,11 @@ class RayCrew:
 
     def interrupt(self) -> Iterator[tuple[int, Event | Outcome | Lost]]:
         """End the actors; their trial logs stay on their hosts."""
-        for actor in self._actors.values():
-            self._ray.kill(actor)
-        self._actors.clear()
+        self._end_actors()
         yield from ()
 
     def close(self) -> None:
+        self._end_actors()
         if self._owns:
             self._ray.shutdown()
 
@@ -168,6 +167,11 @@ class RayCrew:
         """Put a worker's record into the store; for `spread`'s `on_outcome`."""
         if outcome.record is not None and outcome.state in ("tuned", "default"):
             self._store.put(outcome.record)
+
+    def _end_actors(self) -> None:
+        for actor in self._actors.values():
+            self._ray.kill(actor)
+        self._actors.clear()
 
     def _numbers(self) -> list[int]:
         counts = enumerate(self._starts_left)

@@ -278,12 +278,12 @@ class _Job:
             return Outcome(key, "elsewhere", str(error))
         try:
             result = self._search(space, kept if tools.prune else (), log)
+            if result.stopped == "interrupted":
+                return self._outcome("interrupted", stopped=result.stopped)
+            return self._conclude(result)
         finally:
             if log is not None:
-                log.close()
-        if result.stopped == "interrupted":
-            return self._outcome("interrupted", stopped=result.stopped)
-        return self._conclude(result)
+                log.close()  # only now may others take the unit
 
     def _known(self, members: frozenset[KernelConfig]) -> TuningRecord | None:
         """A record that serves as exact and was measured with today's toolchain."""
