@@ -318,6 +318,26 @@ def test_the_search_ends_at_the_roof(tmp_path):
     assert len(measurer.measured) < EVERYTHING.batch
 
 
+def test_a_search_that_goes_on_in_vain_ends(tmp_path):
+    measurer = Measurer()
+    options = replace(EVERYTHING, patience=10)
+    (outcome,) = tune(tasks_of(1), tuner_with(measurer, tmp_path, options))
+    assert outcome.stopped == "condition"
+    times = [time_of(config) for _, config in measurer.measured]
+    assert len(times) - 1 - times.index(min(times)) == 10
+    assert len(times) < len(CONFIGS)
+
+
+def test_only_the_best_by_estimate_are_searched_and_the_default(tmp_path):
+    measurer = Measurer()
+    options = replace(EVERYTHING, candidates=9)
+    tuner = tuner_with(measurer, tmp_path, options, prune=prune)
+    (outcome,) = tune(tasks_of(1), tuner)
+    best = sorted((c for c in CONFIGS if c["num_warps"] != 8), key=time_of)[:9]
+    assert {config for _, config in measurer.measured} == {DEFAULT, *best}
+    assert outcome.counts.pruned == len(CONFIGS) - 10
+
+
 @pytest.mark.parametrize(
     "wrong", [{"strategy": "luck"}, {"batch": 0}, {"trials": 0}, {"finalists": 0}]
 )

@@ -57,6 +57,8 @@ BREAKDOWNS: tuple[type[Exception], ...] = (
 AUTO = "auto"
 # Configs that halving tries for the price of one trial of full fidelity.
 _SCREENED = 1 / (1 / 9 + 1 / Halving.REDUCTION / 3 + 1 / Halving.REDUCTION**2)
+# What is this near to the roof cannot be improved upon.
+AT_ROOF = 0.95
 # What the resource model keeps, per config that may be tried.
 _KEPT_PER_TRIAL, _LEAST_KEPT = 4, 256
 
@@ -69,6 +71,9 @@ class TuneOptions:
         strategy: a name of `STRATEGIES`, or "auto".
         seed: of the strategy and of the data that configs are confirmed on.
         trials: configs to try for each unit; None: as many as the seconds allow.
+        candidates: search no more than so many, the best by the resource model's
+            estimate; None: all that it leaves.
+        patience: a search ends after so many configs in a row that were no faster.
         warm_start: whether to try first what neighbours and a cost model suggest.
         again: whether to tune what has a record.
         batch: configs measured, and as many compiled ahead, before choosing anew.
@@ -80,6 +85,8 @@ class TuneOptions:
     strategy: str = AUTO
     seed: int = 0
     trials: int | None = 128
+    candidates: int | None = 2048
+    patience: int | None = None
     warm_start: bool = True
     again: bool = False
     batch: int = 8
@@ -95,7 +102,8 @@ class TuneOptions:
                 self.strategy,
                 "choose one of them",
             )
-        for name in ("batch", "finalists", "attempts", "trials"):
+        counts = ("batch", "finalists", "attempts", "trials", "candidates", "patience")
+        for name in counts:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise bad_argument(name, "at least 1", value, "pass a count")
@@ -113,6 +121,12 @@ class TuneOptions:
         if self.trials is None or self.chosen != "halving":
             return self.trials
         return self.trials / _SCREENED
+
+    @property
+    def patience_in_trials(self) -> float:
+        """`patience` for trials of whatever fidelity."""
+        per_config = _SCREENED if self.chosen == "halving" else 1.0
+        return math.inf if self.patience is None else self.patience * per_config
 
     @property
     def keep(self) -> int:
@@ -264,7 +278,14 @@ class _Job:
             kept, dropped = tools.prune(
                 key, members, tools.device, keep=self.options.keep
             )
-            pruned = [(p.config, p.reason) for p in dropped if p.config != self.default]
+            reasons = {p.config: p.reason for p in dropped}
+            most = self.options.candidates
+            if most is not None and len(kept) > most:
+                late = f"not among the best {most} by estimate"
+                reasons |= dict.fromkeys(kept[most:], late)
+                kept = kept[:most]
+            reasons.pop(self.default, None)
+            pruned = list(reasons.items())
             self.pruned = len(pruned)
             logger.debug("%s: pruned %d of %d", key, self.pruned, len(members))
         # In the order of the space, whatever the model thinks: the log depends on it.
@@ -372,7 +393,7 @@ class _Job:
             Budget(seconds=seconds, trials=options.cost),
             log,
             batch=options.batch,
-            stop=self._roof(),
+            stop=self._is_enough(),
             clock=tools.clock,
         )
 
@@ -394,21 +415,24 @@ class _Job:
             estimated=estimated,
         )
 
-    def _roof(self) -> Callable[[Trial], bool] | None:
-        """Stops a search at the speed that no config can exceed, where it is known."""
-        roof_us = getattr(self.tools.measurer, "roof_us", None)
-        if roof_us is None:
-            return None
-        limit = roof_us(self.key)
-        if limit is None:
-            return None
-        full = self.tools.rounds
+    def _is_enough(self) -> Callable[[Trial], bool]:
+        """Ends a search that has reached the roof, or that goes on in vain."""
+        roof_us = getattr(self.tools.measurer, "roof_us", lambda key: None)(self.key)
+        full, patience = self.tools.rounds, self.options.patience_in_trials
+        leader: KernelConfig | None = None
+        since = 0
 
-        def reached(best: Trial) -> bool:
+        def is_enough(best: Trial) -> bool:
+            nonlocal leader, since
+            if best.config != leader:
+                leader, since = best.config, len(self.trials)
             assert best.time_us is not None
-            return best.rounds >= full and 0.95 * best.time_us <= limit
+            is_full = best.rounds >= full
+            if is_full and roof_us is not None and AT_ROOF * best.time_us <= roof_us:
+                return True
+            return is_full and len(self.trials) - since >= patience
 
-        return reached
+        return is_enough
 
     def _conclude(self, result: SearchResult) -> Outcome:
         """Confirm the fastest and record one of them, or the default."""

@@ -30,7 +30,7 @@ LIMITS = (
     "block_size",
     "speculative_tokens",
 )
-TRIALS = 128
+TRIALS, PATIENCE, CANDIDATES = 128, 48, 2048
 
 
 def add_parser(groups: Any) -> None:
@@ -51,6 +51,18 @@ def add_parser(groups: Any) -> None:
     how = parser.add_argument_group("how").add_argument
     how("--budget-s", type=_seconds, metavar="S", help="seconds overall")
     how("--trials", type=_positive, metavar="N", help=f"per unit (default: {TRIALS})")
+    how(
+        "--patience",
+        type=_positive,
+        metavar="N",
+        help=f"stop after so many in vain (default: {PATIENCE})",
+    )
+    how(
+        "--candidates",
+        type=_positive,
+        metavar="N",
+        help=f"search the N best by estimate (default: {CANDIDATES})",
+    )
     how("--strategy", choices=STRATEGIES, default="auto", help="(default: %(default)s)")
     how("--seed", type=int, default=0, help="(default: %(default)s)")
     how("--no-model", action="store_true", help="do not prune by the resource model")
@@ -185,13 +197,16 @@ def _recipe(args: argparse.Namespace) -> "Recipe":
 def _options(args: argparse.Namespace) -> "TuneOptions":
     from portable_backend.warmup.tuner import TuneOptions
 
-    trials = args.trials
-    if trials is None and args.strategy != "exhaustive":
-        trials = TRIALS
+    trials, patience, candidates = args.trials, args.patience, args.candidates
+    if args.strategy != "exhaustive":  # which tries everything unless told
+        trials, patience = trials or TRIALS, patience or PATIENCE
+        candidates = candidates or CANDIDATES
     return TuneOptions(
         strategy=args.strategy,
         seed=args.seed,
         trials=trials,
+        candidates=candidates,
+        patience=patience,
         warm_start=not args.no_warm_start,
         again=args.again,
     )
@@ -278,6 +293,7 @@ def _dry_run(
         kept = len(configs)
         if prune is not None:
             kept = len(prune(task.key, configs, device, keep=options.keep)[0])
+            kept = min(kept, options.candidates or kept)
         rows.append(task.to_dict() | {"considered": len(configs), "kept": kept})
         lines.append(f"{task.key}: {len(configs)} configs, {kept} kept")
     workers = args.workers or max(1, available_cpus() - 1)
