@@ -15,7 +15,7 @@ from portable_backend.warmup.ray_crew import RayCrew
 from portable_backend.warmup.spread import spread
 from portable_backend.warmup.sweeps import Sweep, write_sweep
 from portable_backend.warmup.tools import Recipe
-from portable_backend.warmup.tuner import TuneOptions
+from portable_backend.warmup.tuning_options import TuneOptions
 
 OPTIONS = TuneOptions(strategy="random", trials=20, warm_start=False, batch=2)
 

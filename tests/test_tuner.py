@@ -18,7 +18,8 @@ from tuner_fakes import (
     tuner_with,
 )
 
-from portable_backend.warmup.tuner import TuneOptions, trial_folder, tune
+from portable_backend.warmup.tuner import trial_folder, tune
+from portable_backend.warmup.tuning_options import TuneOptions
 from portable_backend.warmup.tuning_report import Task
 
 EVERYTHING = TuneOptions(strategy="exhaustive", trials=None, warm_start=False)
@@ -245,6 +246,17 @@ def test_the_next_batch_compiles_while_this_one_is_measured(tmp_path):
     assert len(compiler.submitted) == len(CONFIGS)
     tuner.close()
     assert compiler.closed
+
+
+def test_the_next_units_first_configs_compile_while_a_winner_is_confirmed(tmp_path):
+    compiler = Compiler(Measurer())
+    keys = []
+    compiler.submit = lambda key, configs: keys.append((key, list(configs)))
+    compiler.wait = lambda key, configs: map(Compiled, configs)
+    tuner = tuner_with(Measurer(), tmp_path, EVERYTHING, make_compiler=lambda: compiler)
+    tune(tasks_of(1, 2), tuner)
+    first = next(configs for key, configs in keys if key == key_of(2))
+    assert first[:2] == [DEFAULT, BEST] and len(first) == 1 + EVERYTHING.batch
 
 
 def test_what_does_not_compile_is_not_measured(tmp_path):

@@ -23,7 +23,7 @@ from tuner_fakes import (
 
 from portable_backend.warmup.spread import GpuCrew, spread, visible_gpus
 from portable_backend.warmup.tools import Recipe
-from portable_backend.warmup.tuner import TuneOptions
+from portable_backend.warmup.tuning_options import TuneOptions
 from portable_backend.warmup.tuning_report import (
     Counts,
     Event,
@@ -39,7 +39,8 @@ import sys
 from pathlib import Path
 from tuner_fakes import open_store, tasks_of
 from portable_backend.warmup.tools import Recipe
-from portable_backend.warmup.tuner import TuneOptions, Tuner, tune
+from portable_backend.warmup.tuner import Tuner, tune
+from portable_backend.warmup.tuning_options import TuneOptions
 folder, log = Path(sys.argv[1]), sys.argv[2]
 options = TuneOptions(strategy="random", trials=20, warm_start=False, batch=2)
 recipe = Recipe("tuner_fakes:make", {"sleep_s": 0.002, "log": log})

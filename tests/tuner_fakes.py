@@ -19,7 +19,8 @@ from portable_backend.warmup.records import TuningKey
 from portable_backend.warmup.search import Trial
 from portable_backend.warmup.store import RecordStore
 from portable_backend.warmup.tools import Recipe, Tools
-from portable_backend.warmup.tuner import TuneOptions, Tuner
+from portable_backend.warmup.tuner import Tuner
+from portable_backend.warmup.tuning_options import TuneOptions
 from portable_backend.warmup.tuning_report import Task
 
 DEVICE = DeviceInfo("nvidia_h200", "sm90", 132, ARCH_LIMITS["sm90"])

@@ -22,7 +22,7 @@ from typing import IO, Any, Protocol
 from portable_backend.errors import bad_argument
 from portable_backend.warmup.shares import Shares
 from portable_backend.warmup.tools import Recipe
-from portable_backend.warmup.tuner import TuneOptions
+from portable_backend.warmup.tuning_options import TuneOptions
 from portable_backend.warmup.tuning_report import Event, Outcome, Task, parse_message
 
 logger = logging.getLogger("vllm.portable_backend.tuner")

@@ -19,7 +19,8 @@ from typing import Any
 
 from portable_backend.warmup.store import RecordStore
 from portable_backend.warmup.tools import Recipe
-from portable_backend.warmup.tuner import TuneOptions, Tuner
+from portable_backend.warmup.tuner import Tuner
+from portable_backend.warmup.tuning_options import TuneOptions
 from portable_backend.warmup.tuning_report import Event, Outcome, Task, format_message
 
 

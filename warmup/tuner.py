@@ -9,18 +9,18 @@ done, however the process ends.
 """
 
 import hashlib
-import importlib.util
+import itertools
 import json
 import logging
 import math
 import random
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
 
-from portable_backend.errors import PortableBackendError, RecordError, bad_argument
+from portable_backend.errors import PortableBackendError, RecordError
 from portable_backend.kernels.config import KernelConfig
 from portable_backend.warmup.layers import file_stem
 from portable_backend.warmup.listed_space import ListedSpace
@@ -30,7 +30,7 @@ from portable_backend.warmup.records import TuningKey, TuningRecord
 from portable_backend.warmup.search import Budget, SearchResult, Trial, search
 from portable_backend.warmup.shares import Shares
 from portable_backend.warmup.store import RecordStore
-from portable_backend.warmup.strategies import STRATEGIES, Halving, make_strategy
+from portable_backend.warmup.strategies import make_strategy
 from portable_backend.warmup.tools import Confirmation, Recipe, Tools
 from portable_backend.warmup.trial_log import (
     LogHeader,
@@ -38,6 +38,7 @@ from portable_backend.warmup.trial_log import (
     TrialLog,
     space_digest,
 )
+from portable_backend.warmup.tuning_options import TuneOptions
 from portable_backend.warmup.tuning_report import Counts, Event, Outcome, Task
 from portable_backend.warmup.warm_start import warm_ranking
 
@@ -52,88 +53,8 @@ BREAKDOWNS: tuple[type[Exception], ...] = (
     RuntimeError,
     ValueError,
 )
-# "auto": of all strategies bayesian compiles the fewest configs to within 1 % of the
-# optimum, and compiling is what takes the time; evolutionary where Optuna is missing.
-AUTO = "auto"
-# Configs that halving tries for the price of one trial of full fidelity.
-_SCREENED = 1 / (1 / 9 + 1 / Halving.REDUCTION / 3 + 1 / Halving.REDUCTION**2)
 # What is this near to the roof cannot be improved upon.
 AT_ROOF = 0.95
-# What the resource model keeps, per config that may be tried.
-_KEPT_PER_TRIAL, _LEAST_KEPT = 4, 256
-
-
-@dataclass(frozen=True)
-class TuneOptions:
-    """How to tune.
-
-    Attributes:
-        strategy: a name of `STRATEGIES`, or "auto".
-        seed: of the strategy and of the data that configs are confirmed on.
-        trials: configs to try for each unit; None: as many as the seconds allow.
-        candidates: search no more than so many, the best by the resource model's
-            estimate; None: all that it leaves.
-        patience: a search ends after so many configs in a row that were no faster.
-        warm_start: whether to try first what neighbours and a cost model suggest.
-        again: whether to tune what has a record.
-        batch: configs measured, and as many compiled ahead, before choosing anew.
-        finalists: how many of the fastest are confirmed.
-        min_gain: the least share of the default's time to save, whatever the noise.
-        attempts: how often a unit is tried where tools break.
-    """
-
-    strategy: str = AUTO
-    seed: int = 0
-    trials: int | None = 128
-    candidates: int | None = 2048
-    patience: int | None = None
-    warm_start: bool = True
-    again: bool = False
-    batch: int = 8
-    finalists: int = 3
-    min_gain: float = 0.01
-    attempts: int = 2
-
-    def __post_init__(self) -> None:
-        if self.strategy not in (AUTO, *STRATEGIES):
-            raise bad_argument(
-                "strategy",
-                f"one of {', '.join((AUTO, *STRATEGIES))}",
-                self.strategy,
-                "choose one of them",
-            )
-        counts = ("batch", "finalists", "attempts", "trials", "candidates", "patience")
-        for name in counts:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise bad_argument(name, "at least 1", value, "pass a count")
-
-    @property
-    def chosen(self) -> str:
-        """The strategy that "auto" stands for here."""
-        if self.strategy != AUTO:
-            return self.strategy
-        return "bayesian" if importlib.util.find_spec("optuna") else "evolutionary"
-
-    @property
-    def cost(self) -> float | None:
-        """`trials` in trials of full fidelity, which is how a search counts."""
-        if self.trials is None or self.chosen != "halving":
-            return self.trials
-        return self.trials / _SCREENED
-
-    @property
-    def patience_in_trials(self) -> float:
-        """`patience` for trials of whatever fidelity."""
-        per_config = _SCREENED if self.chosen == "halving" else 1.0
-        return math.inf if self.patience is None else self.patience * per_config
-
-    @property
-    def keep(self) -> int:
-        """How many configs the resource model leaves."""
-        if self.trials is None:
-            return 1 << 30
-        return max(_LEAST_KEPT, _KEPT_PER_TRIAL * self.trials)
 
 
 class Tuner:
@@ -180,23 +101,32 @@ class Tuner:
         self.close()
         self.store.close()
 
-    def tune_unit(self, task: Task, seconds: float | None = None) -> Outcome:
+    def tune_unit(
+        self,
+        task: Task,
+        seconds: float | None = None,
+        *,
+        upcoming: TuningKey | None = None,
+    ) -> Outcome:
         """Tune one unit and write its record.
 
         Args:
             task: the unit.
             seconds: for all of it; None: no limit.
+            upcoming: the next unit, of which something may be compiled already.
 
         Returns:
             What became of it. KeyboardInterrupt returns as well ("interrupted"), and
             so do tools that break ("failed").
         """
         self.on_event(Event("started", task.key))
-        outcome = self._try(task, seconds)
+        outcome = self._try(task, seconds, upcoming)
         self.on_event(Event("finished", task.key, outcome.counts, outcome=outcome))
         return outcome
 
-    def _try(self, task: Task, seconds: float | None) -> Outcome:
+    def _try(
+        self, task: Task, seconds: float | None, upcoming: TuningKey | None
+    ) -> Outcome:
         spent, reason = 0.0, ""
         for attempt in range(self.options.attempts):
             started = None
@@ -204,7 +134,7 @@ class Tuner:
                 tools = self.tools
                 started = tools.clock()
                 left = None if seconds is None else max(0.0, seconds - spent)
-                job = _Job(self, tools, task.key, left, again=not attempt)
+                job = _Job(self, tools, task.key, left, upcoming, again=not attempt)
                 outcome = job.run()
                 return replace(outcome, seconds=spent + tools.clock() - started)
             except KeyboardInterrupt:
@@ -230,12 +160,13 @@ def tune(
     clock = tuner.tools.clock if tasks else (lambda: 0.0)
     shares = Shares(tasks, budget_s, clock=clock)
     outcomes: list[Outcome] = []
-    for task in tasks:
+    for task, following in itertools.zip_longest(tasks, tasks[1:]):
         seconds = shares.grant(task)
         if seconds == 0.0:
             outcome = Outcome(task.key, "unreached", "no time was left")
         else:
-            outcome = tuner.tune_unit(task, seconds)
+            upcoming = following.key if following else None
+            outcome = tuner.tune_unit(task, seconds, upcoming=upcoming)
             shares.settle(task, outcome.seconds)
         outcomes.append(outcome)
         if outcome.state == "interrupted":
@@ -254,10 +185,12 @@ class _Job:
         tools: Tools,
         key: TuningKey,
         seconds: float | None,
+        upcoming: TuningKey | None,
         again: bool,
     ) -> None:
         self.tuner, self.tools, self.key = tuner, tools, key
         self.options, self.seconds = tuner.options, seconds
+        self.upcoming = upcoming
         self.again = again and tuner.options.again
         self.started = tools.clock()
         self.considered = self.pruned = 0
@@ -439,7 +372,9 @@ class _Job:
         wrong: list[KernelConfig] = []
         winner: tuple[float, KernelConfig, Confirmation] | None = None
         confirmed = 0
-        for config in fastest(result.trials, self.tools.rounds):
+        ranked = fastest(result.trials, self.tools.rounds)
+        self._compile_upcoming(ranked[: self.options.batch])
+        for config in ranked:
             if (
                 confirmed == self.options.finalists
                 or len(wrong) > self.options.finalists
@@ -469,6 +404,19 @@ class _Job:
             return self._outcome("failed", reason, stopped=result.stopped)
         return self._recorded("default", self.default, found, result.stopped)
 
+    def _compile_upcoming(self, ranked: Sequence[KernelConfig]) -> None:
+        """Have the next unit's default compile, and what it will probably try first."""
+        key, compiler = self.upcoming, self.tools.compiler
+        if key is None or compiler is None:
+            return
+        try:
+            members = frozenset(self.tools.catalog.configs(key))
+            near = ranked if key.kernel == self.key.kernel else ()
+            chosen = [self.tools.catalog.default(key), *near]
+            compiler.submit(key, [config for config in chosen if config in members])
+        except BREAKDOWNS as error:  # which the next unit meets itself
+            logger.debug("%s: not compiled ahead: %s", key, error)
+
     def _confirm(self, config: KernelConfig) -> Confirmation:
         text = f"{self.options.seed} {self.key} {config.items_}"
         seed = random.Random(text).getrandbits(31)
@@ -482,13 +430,15 @@ class _Job:
         self, state: str, config: KernelConfig, found: Confirmation, stopped: str
     ) -> Outcome:
         environment = self.tools.environment
+        default_us, is_default = _finite(found.default_us), config == self.default
         record = TuningRecord(
             key=self.key,
             config=config,
             gpu=environment.gpu,
             arch=environment.arch,
-            time_us=found.time_us,
-            default_us=_finite(found.default_us),
+            # Of the default beside itself, one of the two times.
+            time_us=default_us or found.time_us if is_default else found.time_us,
+            default_us=default_us,
             error_ratio=_finite(found.error_ratio),
             kernel_digest=self._digest(),
             toolchain=dict(environment.toolchain),

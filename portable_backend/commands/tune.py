@@ -17,7 +17,7 @@ from portable_backend.settings import Settings
 if TYPE_CHECKING:
     from portable_backend.warmup.store import RecordStore
     from portable_backend.warmup.tools import Recipe, Tools
-    from portable_backend.warmup.tuner import TuneOptions
+    from portable_backend.warmup.tuning_options import TuneOptions
     from portable_backend.warmup.tuning_report import Event, Outcome, Task
 
 SCHEMA = 1
@@ -195,7 +195,7 @@ def _recipe(args: argparse.Namespace) -> "Recipe":
 
 
 def _options(args: argparse.Namespace) -> "TuneOptions":
-    from portable_backend.warmup.tuner import TuneOptions
+    from portable_backend.warmup.tuning_options import TuneOptions
 
     trials, patience, candidates = args.trials, args.patience, args.candidates
     if args.strategy != "exhaustive":  # which tries everything unless told
