@@ -19,10 +19,11 @@ from portable_backend.commands import (
     cache,
     compile,
     doctor,
+    tune,
 )
 from portable_backend.errors import PortableBackendError
 
-GROUPS = (cache, compile, doctor)
+GROUPS = (cache, compile, doctor, tune)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -111,12 +111,16 @@ def _loaded_after(code: str) -> set[str]:
         "portable_backend.bench",
         "portable_backend.bench.cli",
         "portable_backend.cli",
+        "portable_backend.commands.tune",
+        "portable_backend.commands.tune_progress",
         "portable_backend.kernels",
         "portable_backend.kernels.config",
         "portable_backend.warmup.archive",
         "portable_backend.warmup.digest",
         "portable_backend.warmup.lookup",
         "portable_backend.warmup.measuring_process",
+        "portable_backend.warmup.spread",
+        "portable_backend.warmup.tuner",
         "portable_backend.warmup.upkeep",
     ],
 )
@@ -130,5 +134,6 @@ def test_light_modules_import_nothing_heavy(module):
         "numpy",
         "optuna",
         "sklearn",
+        "ray",
         "rich",
     }

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a budget in seconds is shared among units of work."""
+
+import time
+from collections.abc import Callable, Iterable
+
+from portable_backend.errors import bad_argument
+from portable_backend.warmup.tuning_report import Task
+
+# In less than this nothing is compiled, checked, timed and confirmed: units that come
+# last get none rather than all of them too little.
+LEAST_S = 3.0
+
+
+class Shares:
+    """Grants seconds to units one by one; what a unit leaves over goes to the others.
+
+    Half of what is left is shared equally, half by weight: no unit that is expected to
+    matter little is left without.
+
+    Args:
+        tasks: all units.
+        budget_s: seconds overall; None grants without limit.
+        lanes: how many units are worked on at once.
+        clock: seconds; replaced in tests.
+
+    Raises:
+        ValueError: the budget is negative.
+    """
+
+    def __init__(
+        self,
+        tasks: Iterable[Task],
+        budget_s: float | None,
+        *,
+        lanes: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if budget_s is not None and not budget_s >= 0:
+            raise bad_argument(
+                "budget_s", "None or at least 0", budget_s, "pass a number of seconds"
+            )
+        self.budget_s, self._clock = budget_s, clock
+        self._left = {task.key: max(task.weight, 0.0) for task in tasks}
+        self._free_s = (budget_s or 0.0) * lanes
+        self._granted: dict[object, float] = {}
+        self._started = clock()
+
+    def grant(self, task: Task) -> float | None:
+        """Seconds for a unit that begins now; 0 if there are none; None: no limit."""
+        weight = self._left.pop(task.key, max(task.weight, 0.0))
+        if self.budget_s is None:
+            return None
+        count, weights = 1 + len(self._left), weight + sum(self._left.values())
+        share = 0.5 / count + 0.5 * (weight / weights if weights else 1 / count)
+        ends_in = self.budget_s - (self._clock() - self._started)
+        seconds = min(max(self._free_s * share, LEAST_S), self._free_s, ends_in)
+        if seconds < min(1.0, self.budget_s):  # a rest that serves nothing
+            seconds = 0.0
+        self._free_s -= seconds
+        self._granted[task.key] = seconds
+        return seconds
+
+    def settle(self, task: Task, seconds: float) -> None:
+        """Take back what a unit has left over, or what it took beyond its grant."""
+        if self.budget_s is not None:
+            self._free_s += self._granted.pop(task.key, 0.0) - seconds

@@ -1,0 +1,503 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tuner: from a unit of work to a record that may serve.
+
+For each unit: list the space, drop what the resource model rules out, rank what others
+have found, search with a strategy while the next configs compile, confirm the fastest
+on data that nobody has seen, and record it, or the default where nothing beats that
+beyond noise. Each record is written at once, each trial is logged: what is done stays
+done, however the process ends.
+"""
+
+import hashlib
+import itertools
+import json
+import logging
+import math
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from portable_backend.errors import PortableBackendError, RecordError
+from portable_backend.kernels.config import KernelConfig
+from portable_backend.warmup.layers import file_stem
+from portable_backend.warmup.listed_space import ListedSpace
+from portable_backend.warmup.matching import differences
+from portable_backend.warmup.pipeline import Ahead, Pipeline
+from portable_backend.warmup.records import TuningKey, TuningRecord
+from portable_backend.warmup.search import Budget, SearchResult, Trial, search
+from portable_backend.warmup.shares import Shares
+from portable_backend.warmup.store import RecordStore
+from portable_backend.warmup.strategies import make_strategy
+from portable_backend.warmup.tools import Confirmation, Recipe, Tools
+from portable_backend.warmup.trial_log import (
+    LogHeader,
+    LogMismatchError,
+    TrialLog,
+    space_digest,
+)
+from portable_backend.warmup.tuning_options import TuneOptions
+from portable_backend.warmup.tuning_report import Counts, Event, Outcome, Task
+from portable_backend.warmup.warm_start import warm_ranking
+
+logger = logging.getLogger("vllm.portable_backend.tuner")
+# What tools may raise where they break, as against a mistake of ours.
+BREAKDOWNS: tuple[type[Exception], ...] = (
+    OSError,
+    EOFError,
+    ImportError,
+    MemoryError,
+    PortableBackendError,
+    RuntimeError,
+    ValueError,
+)
+# What is this near to the roof cannot be improved upon.
+AT_ROOF = 0.95
+
+
+class Tuner:
+    """Tunes units one after another; a context manager that closes its tools.
+
+    Args:
+        recipe: of the tools, which are made when first needed.
+        store: where records are looked up and put.
+        options: how.
+        log_root: folder of the trial logs, the user cache's; None: no log.
+        on_event: told about progress.
+        worker: who it is, for events.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        store: RecordStore,
+        options: TuneOptions | None = None,
+        *,
+        log_root: Path | None = None,
+        on_event: Callable[[Event], None] = lambda event: None,
+    ) -> None:
+        self.recipe, self.store = recipe, store
+        self.options = options or TuneOptions()
+        self.log_root, self.on_event = log_root, on_event
+        self._tools: Tools | None = None
+        self._confirm_s = 0.5  # what confirming one config takes
+
+    @property
+    def tools(self) -> Tools:
+        if self._tools is None:
+            self._tools = self.recipe.open()
+        return self._tools
+
+    def close(self) -> None:
+        if self._tools is not None:
+            self._tools.close()
+
+    def __enter__(self) -> "Tuner":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+        self.store.close()
+
+    def tune_unit(
+        self,
+        task: Task,
+        seconds: float | None = None,
+        *,
+        upcoming: TuningKey | None = None,
+    ) -> Outcome:
+        """Tune one unit and write its record.
+
+        Args:
+            task: the unit.
+            seconds: for all of it; None: no limit.
+            upcoming: the next unit, of which something may be compiled already.
+
+        Returns:
+            What became of it. KeyboardInterrupt returns as well ("interrupted"), and
+            so do tools that break ("failed").
+        """
+        self.on_event(Event("started", task.key))
+        outcome = self._try(task, seconds, upcoming)
+        self.on_event(Event("finished", task.key, outcome.counts, outcome=outcome))
+        return outcome
+
+    def _try(
+        self, task: Task, seconds: float | None, upcoming: TuningKey | None
+    ) -> Outcome:
+        spent, reason = 0.0, ""
+        for attempt in range(self.options.attempts):
+            started = None
+            try:
+                tools = self.tools
+                started = tools.clock()
+                left = None if seconds is None else max(0.0, seconds - spent)
+                job = _Job(self, tools, task.key, left, upcoming, again=not attempt)
+                outcome = job.run()
+                return replace(outcome, seconds=spent + tools.clock() - started)
+            except KeyboardInterrupt:
+                return Outcome(task.key, "interrupted", seconds=spent)
+            except BREAKDOWNS as error:
+                reason = f"{type(error).__name__}: {error}"
+                logger.warning("%s: %s", task.key, reason)
+                if started is not None:
+                    spent += self.tools.clock() - started
+                self.close()
+        return Outcome(task.key, "failed", reason, seconds=spent)
+
+
+def tune(
+    tasks: Sequence[Task], tuner: Tuner, *, budget_s: float | None = None
+) -> list[Outcome]:
+    """Tune units in their order, within a budget of seconds that they share.
+
+    Returns:
+        An outcome for each unit. After an interruption, and at the end of the budget,
+        the rest is "unreached".
+    """
+    clock = tuner.tools.clock if tasks else (lambda: 0.0)
+    shares = Shares(tasks, budget_s, clock=clock)
+    outcomes: list[Outcome] = []
+    for task, following in itertools.zip_longest(tasks, tasks[1:]):
+        seconds = shares.grant(task)
+        if seconds == 0.0:
+            outcome = Outcome(task.key, "unreached", "no time was left")
+        else:
+            upcoming = following.key if following else None
+            outcome = tuner.tune_unit(task, seconds, upcoming=upcoming)
+            shares.settle(task, outcome.seconds)
+        outcomes.append(outcome)
+        if outcome.state == "interrupted":
+            rest = tasks[len(outcomes) :]
+            outcomes += [Outcome(t.key, "unreached", "interrupted") for t in rest]
+            break
+    return outcomes
+
+
+class _Job:
+    """One unit, once."""
+
+    def __init__(
+        self,
+        tuner: Tuner,
+        tools: Tools,
+        key: TuningKey,
+        seconds: float | None,
+        upcoming: TuningKey | None,
+        again: bool,
+    ) -> None:
+        self.tuner, self.tools, self.key = tuner, tools, key
+        self.options, self.seconds = tuner.options, seconds
+        self.upcoming = upcoming
+        self.again = again and tuner.options.again
+        self.started = tools.clock()
+        self.considered = self.pruned = 0
+        self.wrong = 0
+        self.trials: list[Trial] = []
+
+    def run(self) -> Outcome:
+        key, tools = self.key, self.tools
+        self.tuner.store.refresh()  # others may tune beside us
+        members = list(tools.catalog.configs(key))
+        known = None if self.tuner.options.again else self._known(frozenset(members))
+        if known is not None:
+            return Outcome(key, "known", record=known)
+        self.default = tools.catalog.default(key)
+        self.considered = len(members)
+        kept, pruned = members, []
+        if tools.prune is not None:
+            kept, dropped = tools.prune(
+                key, members, tools.device, keep=self.options.keep
+            )
+            reasons = {p.config: p.reason for p in dropped}
+            most = self.options.candidates
+            if most is not None and len(kept) > most:
+                late = f"not among the best {most} by estimate"
+                reasons |= dict.fromkeys(kept[most:], late)
+                kept = kept[:most]
+            reasons.pop(self.default, None)
+            pruned = list(reasons.items())
+            self.pruned = len(pruned)
+            logger.debug("%s: pruned %d of %d", key, self.pruned, len(members))
+        # In the order of the space, whatever the model thinks: the log depends on it.
+        chosen = {self.default, *kept}
+        space = ListedSpace([c for c in members if c in chosen] or [self.default])
+        if self.default not in space.configs:
+            space = ListedSpace([self.default, *space.configs])
+        try:
+            log = self._log(space, pruned)
+        except LogMismatchError as error:
+            return Outcome(key, "elsewhere", str(error))
+        try:
+            result = self._search(space, kept if tools.prune else (), log)
+            if result.stopped == "interrupted":
+                return self._outcome("interrupted", stopped=result.stopped)
+            return self._conclude(result)
+        finally:
+            if log is not None:
+                log.close()  # only now may others take the unit
+
+    def _known(self, members: frozenset[KernelConfig]) -> TuningRecord | None:
+        """A record that serves as exact and was measured with today's toolchain."""
+        for _, record in self.tuner.store.records(self.key.kernel):
+            if record.key == self.key and record.config in members:
+                environment = self.tools.environment
+                if not differences(self.key, environment, record):
+                    return record
+        return None
+
+    def _log(
+        self, space: ListedSpace, pruned: list[tuple[KernelConfig, str]]
+    ) -> TrialLog | None:
+        root, environment = self.tuner.log_root, self.tools.environment
+        if root is None:
+            return None
+        header = LogHeader(
+            kernel=self.key.kernel,
+            key=self.key.to_dict(),
+            gpu=environment.gpu,
+            space=space_digest(space.configs),
+            strategy=self.options.chosen,
+            seed=self.options.seed,
+            rounds=self.tools.rounds,
+        )
+        # Trials of other code or another toolchain are those of another search.
+        about = asdict(header) | {"digest": self._digest()}
+        about["toolchain"] = dict(environment.toolchain)
+        text = json.dumps(about, sort_keys=True)
+        name = hashlib.sha256(text.encode()).hexdigest()[:16]
+        path = trial_folder(root, self.key.kernel, environment.gpu) / f"{name}.jsonl"
+        try:
+            if self.again:
+                path.unlink(missing_ok=True)
+            log = TrialLog(path, header)
+            if pruned:
+                rows = [{"config": c.to_dict(), "reason": r} for c, r in pruned]
+                lines = "".join(json.dumps(row) + "\n" for row in rows)
+                path.with_suffix(".pruned").write_text(lines)
+            return log
+        except OSError as error:
+            self._note(f"no trial log, so it cannot be resumed: {error}")
+            return None
+
+    def _search(
+        self,
+        space: ListedSpace,
+        estimated: Sequence[KernelConfig],
+        log: TrialLog | None,
+    ) -> SearchResult:
+        tools, options = self.tools, self.options
+        self.trials = list(log.trials) if log else []
+        logged_s = sum(trial.seconds for trial in self.trials)
+        strategy = make_strategy(
+            options.chosen,
+            space,
+            seed=options.seed,
+            rounds=tools.rounds,
+            incumbent=self.default,
+            ranking=self._ranking(space, estimated, log),
+        )
+        pipeline = Pipeline(tools, self.key, self.default, self._note)
+        done = {trial.config for trial in self.trials}
+        ahead = Ahead(
+            strategy,
+            lambda configs: pipeline.submit(c for c in configs if c not in done),
+        )
+
+        def measure(proposals: Sequence[Any]) -> Iterable[Trial]:
+            best = strategy.best()
+            incumbent = best.config if best else self.default
+            for trial in pipeline.measure(proposals, incumbent):
+                self.trials.append(trial)
+                yield trial
+                self._report(strategy.best())
+
+        seconds = None
+        if self.seconds is not None:
+            finals_s = options.finalists * self.tuner._confirm_s
+            left = self.seconds - (tools.clock() - self.started)
+            # The log's seconds were those of an earlier budget.
+            seconds = logged_s + max(0.0, max(0.6 * left, left - finals_s))
+        return search(
+            ahead,
+            measure,
+            Budget(seconds=seconds, trials=options.cost),
+            log,
+            batch=options.batch,
+            stop=self._is_enough(),
+            clock=tools.clock,
+        )
+
+    def _ranking(
+        self,
+        space: ListedSpace,
+        estimated: Sequence[KernelConfig],
+        log: TrialLog | None,
+    ) -> list[KernelConfig]:
+        if not self.options.warm_start:
+            return []
+        device, store = self.tools.device, self.tuner.store
+        return warm_ranking(
+            self.key,
+            space.configs,
+            device,
+            records=[record for _, record in store.records(self.key.kernel)],
+            log_folder=log.path.parent if log else None,
+            estimated=estimated,
+        )
+
+    def _is_enough(self) -> Callable[[Trial], bool]:
+        """Ends a search that has reached the roof, or that goes on in vain."""
+        roof_us = getattr(self.tools.measurer, "roof_us", lambda key: None)(self.key)
+        full, patience = self.tools.rounds, self.options.patience_in_trials
+        leader: KernelConfig | None = None
+        since = 0
+
+        def is_enough(best: Trial) -> bool:
+            nonlocal leader, since
+            if best.config != leader:
+                leader, since = best.config, len(self.trials)
+            assert best.time_us is not None
+            is_full = best.rounds >= full
+            if is_full and roof_us is not None and AT_ROOF * best.time_us <= roof_us:
+                return True
+            return is_full and len(self.trials) - since >= patience
+
+        return is_enough
+
+    def _conclude(self, result: SearchResult) -> Outcome:
+        """Confirm the fastest and record one of them, or the default."""
+        wrong: list[KernelConfig] = []
+        winner: tuple[float, KernelConfig, Confirmation] | None = None
+        confirmed = 0
+        ranked = fastest(result.trials, self.tools.rounds)
+        self._compile_upcoming(ranked[: self.options.batch])
+        for config in ranked:
+            if (
+                confirmed == self.options.finalists
+                or len(wrong) > self.options.finalists
+            ):
+                break
+            if config == self.default:
+                continue
+            found = self._confirm(config)
+            if found.wrong is not None:
+                wrong.append(config)
+                self._note(f"wrong on unseen data: {dict(config)}: {found.wrong}")
+                continue
+            confirmed += 1
+            # Without a default that runs there is nothing to compare with.
+            gain, needed = 1.0, 0.0
+            if found.default_us < math.inf:
+                gain = 1 - found.time_us / found.default_us
+                needed = max(self.options.min_gain, found.noise)
+            if gain > needed and (winner is None or gain > winner[0]):
+                winner = gain, config, found
+        self.wrong = len(wrong)
+        if winner is not None:
+            return self._recorded("tuned", winner[1], winner[2], result.stopped)
+        found = self._confirm(self.default)
+        if found.wrong is not None:
+            reason = f"the default config is wrong: {found.wrong}"
+            return self._outcome("failed", reason, stopped=result.stopped)
+        return self._recorded("default", self.default, found, result.stopped)
+
+    def _compile_upcoming(self, ranked: Sequence[KernelConfig]) -> None:
+        """Have the next unit's default compile, and what it will probably try first."""
+        key, compiler = self.upcoming, self.tools.compiler
+        if key is None or compiler is None:
+            return
+        try:
+            members = frozenset(self.tools.catalog.configs(key))
+            near = ranked if key.kernel == self.key.kernel else ()
+            chosen = [self.tools.catalog.default(key), *near]
+            compiler.submit(key, [config for config in chosen if config in members])
+        except BREAKDOWNS as error:  # which the next unit meets itself
+            logger.debug("%s: not compiled ahead: %s", key, error)
+
+    def _confirm(self, config: KernelConfig) -> Confirmation:
+        text = f"{self.options.seed} {self.key} {config.items_}"
+        seed = random.Random(text).getrandbits(31)
+        started = self.tools.clock()
+        found = self.tools.measurer.confirm(self.key, config, seed)
+        took = self.tools.clock() - started
+        self.tuner._confirm_s += 0.3 * (took - self.tuner._confirm_s)
+        return found
+
+    def _recorded(
+        self, state: str, config: KernelConfig, found: Confirmation, stopped: str
+    ) -> Outcome:
+        environment = self.tools.environment
+        default_us, is_default = _finite(found.default_us), config == self.default
+        record = TuningRecord(
+            key=self.key,
+            config=config,
+            gpu=environment.gpu,
+            arch=environment.arch,
+            # Of the default beside itself, one of the two times.
+            time_us=default_us or found.time_us if is_default else found.time_us,
+            default_us=default_us,
+            error_ratio=_finite(found.error_ratio),
+            kernel_digest=self._digest(),
+            toolchain=dict(environment.toolchain),
+            verified=True,
+            measured=date.today().isoformat(),
+            trials=len({trial.config for trial in self.trials}),
+        )
+        if not self.tuner.store.put(record):
+            reason = "the record could not be written to the user cache"
+            return self._outcome("failed", reason, record, stopped)
+        return self._outcome(state, "", record, stopped)
+
+    def _outcome(
+        self,
+        state: str,
+        reason: str = "",
+        record: TuningRecord | None = None,
+        stopped: str | None = None,
+    ) -> Outcome:
+        counts = self._counts()
+        if self.wrong:
+            counts.rejected["confirmation"] += self.wrong
+        return Outcome(self.key, state, reason, record, counts, stopped)
+
+    def _digest(self) -> str:
+        digest = (self.tools.environment.digests or {}).get(self.key.kernel)
+        if digest is None:
+            raise RecordError(f"kernel {self.key.kernel} has no digest, so no record")
+        return digest
+
+    def _counts(self) -> Counts:
+        return Counts.of(self.considered, self.pruned, self.trials)
+
+    def _report(self, best: Trial | None) -> None:
+        time_us = best.time_us if best else None
+        self.tuner.on_event(Event("trial", self.key, self._counts(), time_us))
+
+    def _note(self, text: str) -> None:
+        logger.info("%s: %s", self.key, text)
+        self.tuner.on_event(Event("note", self.key, self._counts(), note=text))
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def fastest(trials: Iterable[Trial], rounds: int) -> list[KernelConfig]:
+    """Valid configs, those timed at full fidelity first, then by time."""
+    last: dict[KernelConfig, Trial] = {}
+    for trial in sorted(trials, key=lambda t: t.rounds):
+        last[trial.config] = trial
+    timed = [
+        (trial.rounds < rounds, trial.time_us, i, trial.config)
+        for i, trial in enumerate(last.values())
+        if trial.time_us is not None
+    ]
+    return [config for *_, config in sorted(timed, key=lambda row: row[:3])]
+
+
+def trial_folder(root: Path, kernel: str, gpu: str) -> Path:
+    """Where the trial logs of a kernel on a GPU are, beside their records."""
+    return root / file_stem(kernel) / f"{file_stem(gpu)}.trials"
