@@ -183,9 +183,13 @@ def test_merge_brings_other_folders_in(run, tmp_path):
     assert run("merge", tmp_path / "absent")[0] == 2
 
 
-def test_verify_without_a_measurer_fails_honestly(run):
+def test_verify_without_a_gpu_fails_and_drops_nothing(run, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "")
+    before = run("show", "--json")[1]
     code, out, err = run("verify")
-    assert (code, out) == (1, "") and "cannot be verified here" in err
+    assert (code, out) == (1, "") and "cuda:0" in err
+    assert run("show", "--json")[1] == before != []
 
 
 def test_verify_reports_what_it_dropped(run, monkeypatch):

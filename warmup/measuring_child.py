@@ -22,6 +22,7 @@ import triton
 
 from portable_backend.bench.timing import FAILURES
 from portable_backend.device import DeviceInfo
+from portable_backend.errors import UnsupportedError
 from portable_backend.kernels.config import KernelConfig
 from portable_backend.warmup.measuring import (
     Bench,
@@ -65,6 +66,12 @@ class _Child:
         self.turn_us: float = options["turn_us"]
         self.make = load_maker(options["make"])
         if self.device.type == "cuda":
+            if not torch.cuda.is_available():
+                raise UnsupportedError(
+                    f"torch sees no GPU, {self.device} was asked for; run this on a "
+                    "machine with one, and look at CUDA_VISIBLE_DEVICES or "
+                    "HIP_VISIBLE_DEVICES"
+                )
             torch.cuda.set_device(self.device)
             torch.cuda.set_per_process_memory_fraction(options["device_memory_share"])
         self._key: TuningKey | None = None

@@ -2,9 +2,10 @@
 """`portable-backend cache`: records people can read, ship and review."""
 
 import argparse
+import contextlib
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from portable_backend.warmup.store import USER_CACHE, RecordStore
 from portable_backend.warmup.tables import merge_records
 from portable_backend.warmup.upkeep import Measurer, Verdict, prune, verify
 
-# Measures a record on the GPU at hand. None until there is one: `verify` says so.
+# Measures a record; None: a process of its own does, on the GPU at hand.
 MEASURER: Measurer | None = None
 # Why today's space does not hold a config; None: what the kernels' own spaces say.
 SPACE_CHECK: SpaceCheck | None = None
@@ -59,7 +60,8 @@ def add_parser(groups: Any) -> None:
     parser.add_argument("file", type=Path)
     parser = add("merge", run_merge, "merge other cache folders into the user cache")
     parser.add_argument("folder", type=Path, nargs="+")
-    parser = add("verify", run_verify, "measure the user cache's records once more")
+    parser = add("verify", run_verify, "check and measure the records again")
+    parser.add_argument("--device", default="cuda:0", help="where (default: cuda:0)")
     _add_filters(parser)
     parser = add("prune", run_prune, "remove records that can no longer be used")
     parser.add_argument("--stale", action="store_true", help="of other kernel code")
@@ -178,9 +180,10 @@ def run_merge(args: argparse.Namespace) -> int:
 
 def run_verify(args: argparse.Namespace) -> int:
     layer = _user_cache(args)
-    verdicts = verify(
-        layer, list(_served(layer, args)), MEASURER, on_verdict=_show_progress
-    )
+    with _measurer(args.device) as measurer:
+        verdicts = verify(
+            layer, list(_served(layer, args)), measurer, on_verdict=_show_progress
+        )
     failed = [verdict for verdict in verdicts if verdict.after is None]
     result = {
         "verified": len(verdicts) - len(failed),
@@ -192,6 +195,18 @@ def run_verify(args: argparse.Namespace) -> int:
     lines = [f"dropped {v.record.key}: {v.problem}" for v in failed]
     _print(args, result, [*lines, f"{result['verified']} records verified"])
     return FAILED if failed else DONE
+
+
+@contextlib.contextmanager
+def _measurer(device: str) -> Iterator[Measurer]:
+    if MEASURER is not None:
+        yield MEASURER
+        return
+    from portable_backend.warmup.measuring_process import MeasuringProcess
+    from portable_backend.warmup.verifier import Verifier
+
+    with Verifier(MeasuringProcess(device=device)) as verifier:
+        yield verifier
 
 
 def run_prune(args: argparse.Namespace) -> int:
