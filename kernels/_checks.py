@@ -91,6 +91,7 @@ def check_attention(
                 tensor.stride(),
                 "call .contiguous()",
             )
+        _check_reach(name, "heads", tensor.shape[1], tensor.stride(1))
     if any(
         stride == 0 and size > 1
         for size, stride in zip(out.shape, out.stride(), strict=True)
@@ -142,6 +143,19 @@ def _check_cache(
     if cache.device != device:
         raise bad_argument(
             name, f"on query's device {device}", cache.device, "move one of them"
+        )
+    _check_reach(name, "slots of a block", cache.shape[1], cache.stride(1))
+
+
+def _check_reach(name: str, what: str, count: int, stride: int) -> None:
+    """Offsets within a block, and from head to head of a token, have 32 bits."""
+    if (count - 1) * stride >= 2**31:
+        raise bad_argument(
+            name,
+            f"less than 2**31 elements from the first to the last of its {count} "
+            f"{what}",
+            f"{count - 1} times {stride}",
+            "keep them closer together: put that axis further in",
         )
 
 

@@ -48,7 +48,7 @@ def tile_offsets(
     """Offsets [BLOCK_N, HEAD_SIZE_PADDED] of a K or V tile; int64, pools are large."""
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, HEAD_SIZE_PADDED)
-    blocks = ids.to(tl.int64) * stride_block + head * stride_head
+    blocks = ids.to(tl.int64) * stride_block + head.to(tl.int64) * stride_head
     if BLOCK_SIZE % BLOCK_N == 0:
         first_row = blocks + (pos % BLOCK_SIZE) * stride_slot
         rows = first_row + (offs_n * stride_slot)[:, None]
@@ -107,7 +107,14 @@ def shape_scores(
 
     Without either the scores stay raw: qk_scale is then folded into exp2's argument.
     """
-    if SOFTCAP:
+    if SOFTCAP == 1:
+        # cap * tanh(x) = cap - 2 cap / (1 + exp(2 x)), within 2^-22 of the cap: zero
+        # and infinity saturate. The reciprocal as a square is one operation.
+        root = tl.math.rsqrt(
+            1.0 + tl.math.exp2(2.8853900817779268 * cap_scale * scores)
+        )
+        scores = cap_log2 - 2.0 * cap_log2 * root * root
+    elif SOFTCAP == 2:
         # tanh by exp2 of a non-positive number: saturates instead of overflowing.
         t = scores * cap_scale
         e = tl.math.exp2(-2.8853900817779268 * tl.abs(t))

@@ -89,7 +89,8 @@ def default_config(
         # latency; where more are waiting, many in residence with shallow ones. For a
         # launch that begins early a unit must have room for as many as were planned,
         # and no more: else units that are free first get more than their share.
-        few = num_programs <= device.num_units and not with_prefill
+        few = 2 * num_programs <= device.num_units and not with_prefill
+        some = num_programs <= device.num_units and not with_prefill
         many = num_programs > 2 * device.num_units or with_prefill
         early = many or padded <= 128
         # Few are cut into many parts, which one program alone merges in 3 us. Outside
@@ -97,9 +98,13 @@ def default_config(
         merge = "captured" if few else "last"
         if padded > 128:
             pass
+        elif few and padded == 128:
+            block_n, num_warps, num_stages, ctas = 128, 8, 3, 1
         elif few:
-            block_n, num_warps, ctas = 128, 8, 1
-            num_stages = 3 if padded == 128 else 5
+            num_stages, ctas = 4, 2
+        elif some:
+            # Whole requests, or halves of them, would leave up to a half idle.
+            num_stages, ctas = 3, 3
         elif many:
             num_stages, ctas = 2, 6
             if with_prefill and block_size % block_n == 0:

@@ -365,8 +365,9 @@ class AttentionPlanner:
                 f"{num_seqs} requests, {num_tokens} tokens",
                 "make the AttentionPlanner with larger limits",
             )
-        decode_query_len = min(max(batch.max_query_len, 1), self.max_decode_query_len)
-        has_prefill = batch.max_query_len > self.max_decode_query_len
+        longest = min(batch.max_query_len, num_tokens)
+        decode_query_len = min(max(longest, 1), self.max_decode_query_len)
+        has_prefill = longest > self.max_decode_query_len
         num_decodes, exact_tokens, long_lens = num_seqs, 0, None
         if batch.query_start_loc_cpu is not None:
             lens, exact_tokens = check_host_lengths(batch, num_seqs, num_tokens)
@@ -406,7 +407,7 @@ class AttentionPlanner:
         if num_seqs:
             tile_blocks = 1
             if has_prefill:
-                most = cdiv(batch.max_query_len, tile_tokens)
+                most = cdiv(longest, tile_tokens)
                 tile_blocks = cdiv(most, BLOCK_TILES)
             self._launch(batch, plan, target, has_prefill, tile_blocks)
         return batch.with_plan(plan)

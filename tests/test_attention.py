@@ -213,6 +213,35 @@ def test_softcap_saturates_without_nan(tiles, device):
     check_inputs(inputs, case)
 
 
+@pytest.mark.parametrize("softcap", [0.5, 30.0, 256.0, 5000.0])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_small_and_large_caps(dtype, softcap, device):
+    """Tanh is exact to a part of the cap, or of its result, as dtype and cap need."""
+    check_case(Case(14, MIXED, dtype=dtype, softcap=softcap), device)
+
+
+def test_a_bound_of_the_longest_query_may_be_far_too_high(device):
+    inputs = make_inputs(Case(16, MIXED), device)
+    inputs.batch = replace(inputs.batch, max_query_len=10**9)
+    check_inputs(inputs, inputs.batch)
+
+
+def test_heads_of_the_cache_may_be_far_apart(device):
+    """More than 2**31 elements from the first to the last: one cache for each head."""
+    case = Case(15, MIXED, heads=(3, 3), head_size=32, dtype=torch.float16)
+    inputs = make_inputs(case, device)
+    cache, stride = inputs.key_cache, 1 << 30
+    size = 2 * stride + cache.shape[0] * cache.shape[1] * 32
+    # Offsets that wrapped would stay within the storage, and find other keys there.
+    storage = torch.empty(2 * stride + size, dtype=cache.dtype, device=device)
+    blocks, slots = cache.shape[:2]
+    far = storage[2 * stride :].as_strided(cache.shape, (slots * 32, 32, stride, 1))
+    for block in range(blocks):
+        far[block] = cache[block]
+    inputs.key_cache = far
+    check_inputs(inputs, case)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_large_scores_do_not_overflow(dtype, device):
     case = Case(14, MIXED, dtype=dtype, tiles=Tiles())

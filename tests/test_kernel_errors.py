@@ -80,6 +80,19 @@ def both_caches(make):
     return tensor(key_cache=make, value_cache=make)
 
 
+def spread(axis, distance):
+    """Elements of an axis so far apart; never touched, so hardly any memory."""
+
+    def make(t):
+        strides = list(t.stride())
+        strides[axis] = distance
+        last = sum((n - 1) * s for n, s in zip(t.shape, strides, strict=True))
+        storage = torch.empty(last + 1, dtype=t.dtype, device=t.device)
+        return storage.as_strided(t.shape, strides)
+
+    return make
+
+
 # id: (change to the inputs, argument named, what the message must show as given,
 #      remedy)
 ATTENTION = {
@@ -110,6 +123,18 @@ ATTENTION = {
     "out is expanded": (
         tensor(out=lambda t: t[:, :1].expand(-1, 4, -1)),
         ("out", "0, 1)", "expand"),
+    ),
+    "out's heads are far apart": (
+        tensor(out=spread(1, 716_000_000)),
+        ("out", "3 times 716000000", "closer"),
+    ),
+    "query's heads are far apart": (
+        tensor(query=spread(1, 716_000_000)),
+        ("query", "3 times 716000000", "closer"),
+    ),
+    "slots of a block are far apart": (
+        tensor(key_cache=spread(1, 143_200_000)),
+        ("key_cache", "15 times 143200000", "closer"),
     ),
     "seq_lens has no axis": (
         batch(seq_lens=lambda t: t[0]),
