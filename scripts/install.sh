@@ -87,6 +87,10 @@ case $device in
   *) fail "--device must be auto, cpu or cuda, got $device" ;;
 esac
 
+for extra in "${extras[@]}"; do
+  grep -q "^$extra = \[" "$root/pyproject.toml" || fail "--extra $extra is not in pyproject.toml"
+done
+
 case $venv in
   "" | /*) ;;
   *) venv=$PWD/$venv ;;
@@ -97,6 +101,16 @@ stamps=$venv/portable-backend
 packages_digest=$(digest pyproject.toml scripts/install.sh)
 source_digest=$(digest pyproject.toml README.md LICENSE portable_backend kernels warmup)
 stamped() { [ "$(cat "$stamps/$1" 2>/dev/null)" = "$2" ]; }
+
+# One installation into a folder at a time; the lock ends with this process.
+if command -v flock >/dev/null; then
+  name=$(printf '%s' "$venv" | sha256sum | cut -c1-16)
+  exec 9>"${TMPDIR:-/tmp}/portable-backend-$(id -u)-$name.lock"
+  flock --nonblock 9 || {
+    say "another installation into $venv is running: waiting for it"
+    flock 9
+  }
+fi
 
 missing=()
 for extra in "${extras[@]}"; do
@@ -147,6 +161,7 @@ fail_pip() {
 # From a copy: setuptools leaves a build/ folder from which deleted modules would come back.
 copy=$(mktemp -d)
 trap 'rm -rf "$copy"' EXIT
+export TMPDIR=$copy # pip leaves its folders behind when it is interrupted
 cp -r pyproject.toml README.md LICENSE portable_backend kernels warmup "$copy"
 pip wheel --no-deps --wheel-dir "$copy/wheel" "$copy" >>"$log" || fail_pip "the wheel did not build"
 wheel=$(echo "$copy"/wheel/*.whl)

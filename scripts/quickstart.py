@@ -216,8 +216,17 @@ def convert_model(target_dir: str | Path) -> Path:
         complete = Path(scratch, "complete")
         model.save_pretrained(complete)
         tokenizer.save_pretrained(complete)
-        complete.rename(target)
+        move_unless_there(complete, target)
     return target
+
+
+def move_unless_there(made: Path, target: Path) -> None:
+    """Move a folder into its place, unless another run was quicker."""
+    try:
+        made.rename(target)
+    except OSError:
+        if not target.is_dir():
+            raise
 
 
 def find_model(model: str | None, work_dir: Path) -> str:

@@ -165,6 +165,21 @@ def test_converted_model_is_used_as_it_is(quickstart, tmp_path):
     assert quickstart.find_model(None, tmp_path) == str(target)
 
 
+def test_a_model_that_another_run_has_made_meanwhile_is_kept(quickstart, tmp_path):
+    made, target = tmp_path / "made", tmp_path / "model"
+    for folder in (made, target):
+        folder.mkdir()
+        (folder / "config.json").write_text(folder.name)
+    quickstart.move_unless_there(made, target)
+    assert (target / "config.json").read_text() == "model"
+    blocked = tmp_path / "file"
+    blocked.touch()
+    with pytest.raises(OSError, match="irectory"):
+        quickstart.move_unless_there(made, blocked)
+    quickstart.move_unless_there(made, tmp_path / "new")
+    assert (tmp_path / "new" / "config.json").read_text() == "made"
+
+
 def test_failed_download_says_what_pip_said(quickstart, tmp_path, monkeypatch):
     failed = subprocess.CompletedProcess([], 1, "", "no route to host")
     monkeypatch.setattr(quickstart.subprocess, "run", lambda *_, **__: failed)
@@ -307,6 +322,7 @@ def test_shell_script_rejects_what_it_cannot_do_together():
         (["--python", "/bin/false"], 1, "needs Python 3.11, 3.12 or 3.13"),
         (["--nonsense"], 2, "unknown option --nonsense"),
         (["--venv"], 1, "--venv needs a value"),
+        (["--extra", "nosuch"], 1, "--extra nosuch is not in pyproject.toml"),
     ],
 )
 def test_install_script_says_what_is_wrong(tmp_path, options, code, message):
