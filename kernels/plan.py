@@ -13,6 +13,7 @@ programs past the counts in the header return at once.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -160,7 +161,8 @@ class AttentionPlanner:
         sliding_window: total window or None.
         causal: as in AttentionOptions.
         device: torch device of the buffers.
-        config: None means default_config(); the back end passes the warmed-up one.
+        config: of every step; None: by its kind.
+        configs: by kind of step; others get default_config()'s.
 
     Raises:
         ValueError: a number is out of range, or the config does not fit the heads.
@@ -181,6 +183,7 @@ class AttentionPlanner:
         causal: bool = True,
         device: torch.device | str,
         config: AttentionConfig | None = None,
+        configs: Mapping[StepKind, AttentionConfig] | None = None,
     ) -> None:
         check_numbers(
             {
@@ -225,6 +228,7 @@ class AttentionPlanner:
         self.max_num_tokens = max_num_tokens
         self.max_decode_query_len = max_decode_query_len
         self._fixed = config
+        self._by_kind = configs or {}
         self._made: dict[AttentionConfig, Choice] = {}
         self._choices: dict[StepKind, Choice] = {}
         # The interpreter computes with bf16 as if it were an integer.
@@ -241,7 +245,7 @@ class AttentionPlanner:
     def choice_for(self, kind: StepKind) -> Choice:
         """The config of such steps and what follows from it."""
         if kind not in self._choices:
-            config = self._fixed
+            config = self._fixed or self._by_kind.get(kind)
             if config is None:
                 config = default_config(
                     num_queries_per_kv=self.queries_per_kv,
@@ -256,7 +260,7 @@ class AttentionPlanner:
         return self._choices[kind]
 
     def config_for(self, kind: StepKind) -> AttentionConfig:
-        """The config of such steps: the one given, or default_config()'s."""
+        """The config of such steps."""
         return self.choice_for(kind).config
 
     def configs(self) -> list[AttentionConfig]:

@@ -2,6 +2,8 @@
 """From vLLM's batch to ours: one planned `PagedBatch` per step and kind of layer."""
 
 import copy
+import functools
+import logging
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -15,6 +17,10 @@ from vllm.v1.attention.backend import (
 
 from portable_backend.errors import UnsupportedError
 from portable_backend.kernels import AttentionPlanner, PagedBatch
+from portable_backend.tuned import configs_for_engine
+from portable_backend.warmup.buckets import EngineLimits
+
+logger = logging.getLogger("vllm.portable_backend.metadata")
 
 # Requests with up to this many new tokens take the decode kernel.
 MIN_DECODE_QUERY_LEN = 8
@@ -100,16 +106,7 @@ class PortableMetadataBuilder(AttentionMetadataBuilder[PortableMetadata]):
         self.max_decode_query_len: int = limits["max_decode_query_len"]
         self.has_drafts = vllm_config.speculative_config is not None
         self.planners = {
-            key: AttentionPlanner(
-                num_query_heads=key.num_query_heads,
-                num_kv_heads=key.num_kv_heads,
-                head_size=key.head_size,
-                dtype=vllm_config.model_config.dtype,
-                block_size=kv_cache_spec.block_size,
-                sliding_window=key.sliding_window,
-                device=device,
-                **limits,
-            )
+            key: _planner(key, vllm_config, kv_cache_spec.block_size, device, limits)
             for key in sorted(keys, key=repr)
         }
 
@@ -202,6 +199,47 @@ def _impls(vllm_config: Any, layer_names: list[str]) -> list[Any]:
     layers = vllm_config.compilation_config.static_forward_context
     impls = (getattr(layers.get(name), "impl", None) for name in layer_names)
     return [impl for impl in impls if hasattr(impl, "plan_key")]
+
+
+def _planner(
+    key: PlanKey,
+    vllm_config: Any,
+    block_size: int,
+    device: torch.device,
+    limits: dict[str, Any],
+) -> AttentionPlanner:
+    """The planner of one kind of layer, with the configs that records give it."""
+    scheduler = vllm_config.scheduler_config
+    speculative = vllm_config.speculative_config
+    dtype = vllm_config.model_config.dtype
+    layers: dict[str, Any] = {
+        "num_query_heads": key.num_query_heads,
+        "num_kv_heads": key.num_kv_heads,
+        "head_size": key.head_size,
+        "dtype": dtype,
+        "sliding_window": key.sliding_window,
+        "device": device,
+    }
+    configs = configs_for_engine(
+        **layers,
+        limits=EngineLimits(
+            max_num_seqs=scheduler.max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            max_model_len=vllm_config.model_config.max_model_len,
+            block_size=block_size,
+            speculative_tokens=getattr(speculative, "num_speculative_tokens", None)
+            or 0,
+        ),
+        max_num_seqs=limits["max_num_seqs"],
+    )
+    make = functools.partial(
+        AttentionPlanner, **layers, block_size=block_size, **limits
+    )
+    try:
+        return make(configs=configs)
+    except ValueError as error:
+        logger.warning("recorded configs are not used, they do not fit: %s", error)
+        return make()
 
 
 def _key_from_spec(vllm_config: Any, kv_cache_spec: Any) -> PlanKey:

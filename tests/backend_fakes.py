@@ -94,7 +94,9 @@ def make_vllm_config(
             static_forward_context=layers, cudagraph_capture_sizes=list(captured)
         ),
         model_config=types.SimpleNamespace(
-            dtype=torch.float32, get_num_attention_heads=lambda _: HEADS
+            max_model_len=1024,
+            dtype=torch.float32,
+            get_num_attention_heads=lambda _: HEADS,
         ),
         scheduler_config=types.SimpleNamespace(
             max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_tokens
