@@ -74,9 +74,9 @@ class Selection:
                 "fixed", f"values of {key}", fixed, "fix fewer or others"
             )
         default = tools.catalog.default(key)
-        if self.sample is None:
-            return Choice(key, default, len(members), [default], members)
         near = ListedSpace([default, *members]).neighbours(default)
+        if self.sample is None:
+            return Choice(key, default, len(members), [default, *near], members)
         rng = random.Random(f"{self.seed} {key.kernel} {key.structure}")
         chosen = rng.sample(members, min(self.sample, len(members)))
         if self.best and tools.prune is not None:
