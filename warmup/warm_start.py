@@ -30,6 +30,21 @@ FROM_ESTIMATES = 4
 MISMATCH = 4.0
 
 
+def sure_starts(
+    key: TuningKey,
+    configs: Sequence[KernelConfig],
+    device: DeviceInfo,
+    *,
+    records: Iterable[TuningRecord] = (),
+    estimated: Sequence[KernelConfig] = (),
+) -> list[KernelConfig]:
+    """The head of `warm_ranking`, which needs no cost model: to compile meanwhile."""
+    members = frozenset(configs)
+    served = _served_near(key, device, records)
+    first = list(islice((c for c in served if c in members), FROM_RECORDS))
+    return list(dict.fromkeys((*first, *estimated[:FROM_ESTIMATES])))
+
+
 def warm_ranking(
     key: TuningKey,
     configs: Sequence[KernelConfig],
