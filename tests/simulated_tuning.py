@@ -29,6 +29,7 @@ import numpy as np
 from synthetic_sweeps import SCALES, draw, uniform
 
 from portable_backend.device import DeviceInfo
+from portable_backend.warmup import warm_start
 from portable_backend.warmup.compare import geometric_mean
 from portable_backend.warmup.compile_pool import binary_of
 from portable_backend.warmup.matching import Environment
@@ -196,6 +197,13 @@ def llama_8b():
     )  # fmt: skip
 
 
+def served_for(key, outcomes):
+    """The config of the nearest record, as a lookup finds it."""
+    known = [(key.distance(o.key), o.record) for o in outcomes if o.record]
+    distance, record = min(known, key=lambda pair: pair[0], default=(9, None))
+    return record.config if distance <= 2 else None
+
+
 def simulate(budget_s, options, *, workers=15, limit=None):
     """What a run takes and gives; `limit` takes the first units alone."""
     clock = Clock()
@@ -225,7 +233,7 @@ def simulate(budget_s, options, *, workers=15, limit=None):
         key = outcome.key
         truth = measurer.truth(key)
         default = catalog.default(key)
-        config = outcome.record.config if outcome.record else default
+        config = served_for(key, outcomes) or default
         qualities[key.kernel].append(truth.best_us / truth.of(config))
         defaults.append(truth.best_us / truth.of(default))
         prepared = prepare(key, tools, options)
@@ -251,12 +259,20 @@ def main():
     for name in ("trials", "patience", "candidates", "batch", "finalists"):
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--strategy")
+    parser.add_argument("--limit", type=int, default=warm_start.LIMIT)
+    parser.add_argument("--from-ready", type=int, default=warm_start.FROM_READY)
     parser.add_argument("--seed", type=int, default=0)
     args = vars(parser.parse_args())
+    warm_start.FROM_READY = args.pop("from_ready")
+    limit = args.pop("limit")
+    warm_start.warm_ranking.__kwdefaults__["limit"] = limit
     budget_s, workers, units = (args.pop(n) for n in ("budget_s", "workers", "units"))
     given = {"patience": 48} | {n: v for n, v in args.items() if v is not None}
     result = simulate(budget_s, TuneOptions(**given), workers=workers, limit=units)
-    json.dump(given | {"budget_s": budget_s} | result, sys.stdout)
+    json.dump(
+        given | {"budget_s": budget_s, "from_ready": warm_start.FROM_READY, "limit": limit} | result,
+        sys.stdout,
+    )
     print()
 
 

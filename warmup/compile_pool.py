@@ -183,6 +183,14 @@ class CompilePool:
                     self._changed.wait()
             yield Compiled(key, config, job.readout, job.failure)
 
+    def ready(
+        self, key: TuningKey, configs: Iterable[KernelConfig]
+    ) -> list[KernelConfig]:
+        """Those of the candidates that are compiled by now, and can be launched."""
+        with self._changed:
+            jobs = [(c, self._jobs.get(binary_of(key, c))) for c in configs]
+            return [c for c, job in jobs if job and job.done and job.failure is None]
+
     def close(self) -> None:
         """End all workers; what is not compiled by now never will be."""
         with self._changed:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How near records come to the optimum of recorded sweeps, and what a portfolio loses."""
+"""How near records come to recorded sweeps' optima, and what a portfolio loses."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence

@@ -296,6 +296,8 @@ class _Job:
         def measure(proposals: Sequence[Any]) -> Iterable[Trial]:
             best = strategy.best()
             incumbent = best.config if best else self.default
+            if not self.trials:
+                self._compile_upcoming(())
             for trial in pipeline.measure(proposals, incumbent):
                 self.trials.append(trial)
                 yield trial
@@ -329,6 +331,10 @@ class _Job:
         )
         return [self.default, *starts]
 
+    def _ready(self, configs: Sequence[KernelConfig]) -> list[KernelConfig]:
+        ready = getattr(self.tools.compiler, "ready", None)
+        return [] if ready is None else ready(self.key, configs)
+
     def _records(self) -> list[TuningRecord]:
         store = self.tuner.store
         return [record for _, record in store.records(self.key.kernel)]
@@ -348,6 +354,7 @@ class _Job:
             records=self._records(),
             log_folder=log.path.parent if log else None,
             estimated=estimated,
+            ready=self._ready,
         )
 
     def _is_enough(self) -> Callable[[Trial], bool]:
@@ -414,7 +421,9 @@ class _Job:
         try:
             members = frozenset(self.tools.catalog.configs(key))
             near = ranked if key.kernel == self.key.kernel else ()
-            chosen = [self.tools.catalog.default(key), *near]
+            records = [record for _, record in self.tuner.store.records(key.kernel)]
+            starts = sure_starts(key, members, self.tools.device, records=records)
+            chosen = [self.tools.catalog.default(key), *near, *starts]
             compiler.submit(key, [config for config in chosen if config in members])
         except BREAKDOWNS as error:  # which the next unit meets itself
             logger.debug("%s: not compiled ahead: %s", key, error)
