@@ -269,10 +269,8 @@ def main():
     budget_s, workers, units = (args.pop(n) for n in ("budget_s", "workers", "units"))
     given = {"patience": 48} | {n: v for n, v in args.items() if v is not None}
     result = simulate(budget_s, TuneOptions(**given), workers=workers, limit=units)
-    json.dump(
-        given | {"budget_s": budget_s, "from_ready": warm_start.FROM_READY, "limit": limit} | result,
-        sys.stdout,
-    )
+    given |= {"from_ready": warm_start.FROM_READY, "limit": limit}
+    json.dump(given | {"budget_s": budget_s} | result, sys.stdout)
     print()
 
 
