@@ -23,11 +23,11 @@ logger = logging.getLogger("vllm.portable_backend.tuner")
 # Of a forest, which is the steadier on few samples; more of them cost seconds.
 MODEL = "forest"
 MAX_SAMPLES = 4000
-LIMIT = 32
+LIMIT = 64
 FROM_RECORDS = 8
 FROM_ESTIMATES = 4
 # Configs that are compiled already, from so many that the model ranks highest.
-FROM_READY = 8
+FROM_READY = 24
 LOOKED_AT = 512
 # A field that must match, and does not, counts like so many doublings of a size.
 MISMATCH = 4.0
