@@ -264,3 +264,31 @@ def test_real_workers_end_when_their_parent_is_killed(fresh_cache_dir):
         parent.wait()
         parent.stdout.close()
     assert wait_until(lambda: not alive(pid))
+
+
+def test_what_is_compiled_already_can_be_told(tmp_path):
+    """For keys that share the binary, too; failures and the unknown are not ready."""
+    good, other = candidate(GOOD), candidate(GOOD, num_warps=8)
+    refused, unknown = candidate(REFUSED), candidate(GOOD, num_stages=1)
+    near = decode_key(seq_len=8192)
+    with fake_pool(tmp_path) as pool:
+        assert pool.ready(KEY, [good]) == []
+        list(pool.wait(KEY, [good, other, refused]))
+        assert pool.ready(near, [other, refused, unknown, good]) == [other, good]
+        elsewhere = decode_key(head_size=64)
+        assert pool.ready(elsewhere, [good, other]) == []
+
+
+def test_what_is_waited_for_goes_before_what_was_only_submitted(tmp_path):
+    later = [candidate(GOOD, num_warps=n) for n in range(1, 21)]
+    urgent = [candidate(REFUSED), candidate(LARGE), later[-1]]
+    with fake_pool(tmp_path) as pool:
+        pool.submit(KEY, later)
+        results = list(pool.wait(KEY, urgent))
+        assert [r.config for r in results] == urgent
+        assert all(r.failure is None for r in pool.wait(KEY, later))
+    kinds = [line for line in logged(tmp_path) if "pid" not in line]
+    assert len(kinds) == 22
+    # The worker may have begun with one of the others.
+    assert kinds.index(str(REFUSED)) <= 1
+    assert kinds.index(str(LARGE)) == kinds.index(str(REFUSED)) + 1

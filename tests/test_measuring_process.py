@@ -339,3 +339,18 @@ def test_an_illegal_access_costs_the_context(measuring):
         assert "illegal" in bad.reason
         assert good.invalid is None, good.reason
         assert pid_of(on_gpu) != before
+
+
+def test_every_round_is_told_and_timed_unless_a_config_may_be_given_up(measuring):
+    (slow,) = trials(measuring, "slow", rounds=4, incumbent=GOOD)
+    assert len(slow.times_us) == 1 and 0 < slow.timing_s < slow.seconds
+    with process(gives_up=False) as thorough:
+        (slow,) = trials(thorough, "slow", rounds=4, incumbent=GOOD)
+        (good,) = trials(thorough, "good", rounds=4, incumbent=GOOD)
+        assert len(slow.times_us) == len(good.times_us) == 4
+        assert min(slow.times_us) <= slow.time_us <= max(slow.times_us)
+        assert good.time_us == pytest.approx(sum(sorted(good.times_us)[1:3]) / 2)
+        # Another process may go on with the scale of this one.
+        thorough.recall(KEY, GOOD, 7.0)
+        (good,) = trials(thorough, "good", rounds=3, incumbent=GOOD)
+        assert good.time_us == pytest.approx(7.0)

@@ -2,6 +2,7 @@
 """The resource model: known occupancies, sane directions, nothing good pruned."""
 
 import math
+import random
 
 import pytest
 from tuning_keys import decode_key, norm_key, prefill_key, write_key
@@ -12,6 +13,7 @@ from portable_backend.warmup.resources import (
     UNIT_LIMITS,
     Readout,
     estimate_us,
+    estimates_us,
     over_limit,
     programs_per_unit,
     prune,
@@ -250,3 +252,27 @@ def test_more_units_are_faster():
     for key in (KEYS[0], KEYS[2], KEYS[6], KEYS[12]):
         small = DeviceInfo.for_arch("sm90", 66)
         assert default_time(key, H200) < default_time(key, small)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        prefill_key(),
+        prefill_key(context_len=512, num_seqs=4),
+        decode_key(),
+        decode_key(sliding_window=1024),
+        norm_key(num_rows=8192),
+        write_key(),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("device", [H200, MI300X])
+def test_many_estimates_at_once_are_those_of_each(key, device):
+    """They are made once for configs that agree in all that the model reads."""
+    configs = spec_of(key).bound(key, device).sample(300, random.Random(0))
+    each = [estimate_us(key, config, device) for config in configs]
+    assert estimates_us(key, configs, device) == each
+    readout = READOUT
+    found = estimates_us(key, configs, device, {configs[0]: readout})
+    known = estimate_us(key, configs[0], device, readout)
+    assert found == [known, *each[1:]]

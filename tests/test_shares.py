@@ -11,7 +11,7 @@ from portable_backend.warmup.search import Trial
 from portable_backend.warmup.shares import LEAST_S, Shares
 from portable_backend.warmup.trial_log import LogHeader, TrialLog
 from portable_backend.warmup.tuning_report import Task
-from portable_backend.warmup.warm_start import FROM_RECORDS, warm_ranking
+from portable_backend.warmup.warm_start import FROM_READY, FROM_RECORDS, warm_ranking
 
 CONFIGS = small_configs()
 
@@ -97,6 +97,27 @@ def test_a_model_learns_from_the_logs_of_other_keys(tmp_path):
     start = warm_ranking(key_of(1024), CONFIGS, DEVICE, log_folder=tmp_path, limit=10)
     assert len(start) == 10
     assert time_of(start[0]) <= sorted(map(time_of, CONFIGS))[5]
+
+
+def test_what_is_compiled_already_comes_before_what_is_not(tmp_path):
+    """The best of it by the model, after what served neighbours."""
+    header = LogHeader("decode", key_of(512).to_dict(), "g", "s", "r", 0, 9)
+    with TrialLog(tmp_path / "512.jsonl", header) as log:
+        for config in CONFIGS:
+            log.append(Trial(config, 9, time_of(config)))
+    arguments = {"log_folder": tmp_path, "records": [record(2048, CONFIGS[50])]}
+    plain = warm_ranking(key_of(1024), CONFIGS, DEVICE, **arguments)
+    compiled = plain[-1:1:-2]  # in whatever order
+
+    def ready(configs):
+        return [config for config in configs if config in compiled]
+
+    ranking = warm_ranking(key_of(1024), CONFIGS, DEVICE, **arguments, ready=ready)
+    assert ranking[0] == CONFIGS[50] and len(ranking) == len(plain)
+    assert (
+        ranking[1 : 1 + FROM_READY] == [c for c in plain if c in compiled][:FROM_READY]
+    )
+    assert set(ranking) == set(plain)
 
 
 def test_a_keys_own_log_teaches_nothing(tmp_path):

@@ -2,6 +2,7 @@
 """The tuner: what is recorded, in what time, and what cannot spoil it."""
 
 import json
+import threading
 from dataclasses import dataclass, replace
 
 import pytest
@@ -11,6 +12,7 @@ from tuner_fakes import (
     CONFIGS,
     DEFAULT,
     DEVICE,
+    Catalog,
     Measurer,
     key_of,
     served,
@@ -18,6 +20,7 @@ from tuner_fakes import (
     tuner_with,
 )
 
+from portable_backend.warmup.preparation import Preparer
 from portable_backend.warmup.tuner import trial_folder, tune
 from portable_backend.warmup.tuning_options import TuneOptions
 from portable_backend.warmup.tuning_report import Task
@@ -255,8 +258,9 @@ def test_the_next_units_first_configs_compile_while_a_winner_is_confirmed(tmp_pa
     compiler.wait = lambda key, configs: map(Compiled, configs)
     tuner = tuner_with(Measurer(), tmp_path, EVERYTHING, make_compiler=lambda: compiler)
     tune(tasks_of(1, 2), tuner)
-    first = next(configs for key, configs in keys if key == key_of(2))
-    assert first[:2] == [DEFAULT, BEST] and len(first) == 1 + EVERYTHING.batch
+    early, late, *_ = (configs for key, configs in keys if key == key_of(2))
+    assert early == [DEFAULT]  # as soon as this unit's first ones are on their way
+    assert late[:2] == [DEFAULT, BEST] and len(late) == 1 + EVERYTHING.batch
 
 
 def test_what_does_not_compile_is_not_measured(tmp_path):
@@ -362,3 +366,40 @@ def test_auto_is_bayesian_where_optuna_is_there(monkeypatch):
     assert TuneOptions().chosen == "bayesian"
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert TuneOptions().chosen == "evolutionary"
+
+
+def test_the_next_unit_is_prepared_meanwhile_and_no_other_than_alone(tmp_path):
+    listed = []
+
+    class Watched(Catalog):
+        def configs(self, key):
+            listed.append((key, threading.current_thread() is threading.main_thread()))
+            return super().configs(key)
+
+    tuner = tuner_with(Measurer(), tmp_path, EVERYTHING)
+    tuner.tools.catalog = Watched()
+    tune(tasks_of(1, 2), tuner)
+    assert listed == [(key_of(1), True), (key_of(2), False)]
+    ahead, alone = Preparer(EVERYTHING), Preparer(EVERYTHING)
+    ahead.begin(key_of(2), tuner.tools)
+    one, other = (p.take(key_of(2), tuner.tools) for p in (ahead, alone))
+    assert (one.space.configs, one.digest) == (other.space.configs, other.digest)
+    # What was begun for another unit is not taken for this one's.
+    ahead.begin(key_of(1), tuner.tools)
+    listed.clear()
+    ahead.take(key_of(2), tuner.tools)
+    assert listed[-1] == (key_of(2), True)
+
+
+def test_what_cannot_be_prepared_ahead_fails_in_its_own_turn(tmp_path):
+    class Picky(Catalog):
+        def configs(self, key):
+            if key == key_of(2):
+                raise ValueError("no such kernel")
+            return super().configs(key)
+
+    tuner = tuner_with(Measurer(), tmp_path)
+    tuner.tools.catalog = Picky()
+    outcomes = tune(tasks_of(1, 2, 3), tuner)
+    assert [o.state for o in outcomes] == ["tuned", "failed", "tuned"]
+    assert outcomes[1].reason == "ValueError: no such kernel"

@@ -103,6 +103,8 @@ def _far_reaching(kernel: str, fields: dict[str, Any]) -> list[bool]:
 class CompilePool:
     """Compiles in the background, in the order in which candidates are submitted.
 
+    What is waited for goes before what was only submitted.
+
     Args:
         device: what to compile for; need not be at hand.
         workers: processes.
@@ -174,6 +176,7 @@ class CompilePool:
             RuntimeError: the pool is closed before all are known.
         """
         self.submit(key, configs)
+        self._hurry(key, configs)
         for config in configs:
             with self._changed:
                 job = self._jobs[binary_of(key, config)]
@@ -182,6 +185,14 @@ class CompilePool:
                         raise RuntimeError("the compile pool was closed meanwhile")
                     self._changed.wait()
             yield Compiled(key, config, job.readout, job.failure)
+
+    def ready(
+        self, key: TuningKey, configs: Iterable[KernelConfig]
+    ) -> list[KernelConfig]:
+        """Those of the candidates that are compiled by now, and can be launched."""
+        with self._changed:
+            jobs = [(c, self._jobs.get(binary_of(key, c))) for c in configs]
+            return [c for c, job in jobs if job and job.done and job.failure is None]
 
     def close(self) -> None:
         """End all workers; what is not compiled by now never will be."""
@@ -209,6 +220,13 @@ class CompilePool:
             job.done = True
         else:
             self._waiting.append(job)
+
+    def _hurry(self, key: TuningKey, configs: Iterable[KernelConfig]) -> None:
+        with self._changed:
+            wanted = [self._jobs[binary_of(key, config)] for config in configs]
+            first = [job for job in dict.fromkeys(wanted) if job in self._waiting]
+            rest = [job for job in self._waiting if job not in first]
+            self._waiting = deque([*first, *rest])
 
     def _serve(self, worker: "_Worker") -> None:
         try:

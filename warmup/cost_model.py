@@ -21,6 +21,7 @@ from portable_backend.warmup.sweeps import Key, Sweep
 
 MODELS = ("off", "boosting", "forest")
 Feature = float | str
+FIT_THREADS = 4
 # Half precision, unless the key names an element size.
 _ELEMENT_SIZE = 2
 
@@ -152,7 +153,14 @@ class CostModel:
             for name, value in row.items():
                 self._columns.setdefault(_column(name, value), len(self._columns))
         with _one_thread():
+            # However many threads grow the trees, they are the same; but predictions
+            # are summed in any order, so those have one.
+            parameters = self._regressor.get_params()
+            if "n_jobs" in parameters:
+                self._regressor.set_params(n_jobs=FIT_THREADS)
             self._regressor.fit(self._matrix(rows), targets)
+            if "n_jobs" in parameters:
+                self._regressor.set_params(n_jobs=1)
         self._fitted = True
         return self
 

@@ -121,6 +121,7 @@ class Bench:
         on_stage: told "incumbent" before the incumbent runs for the first time, and
             "candidate" before anything else does: whose fault a hang is.
         turn_us: length of a turn.
+        gives_up: on what is clearly slower than the incumbent; False times all rounds.
     """
 
     def __init__(
@@ -129,9 +130,10 @@ class Bench:
         device: torch.device,
         on_stage: Callable[[str], None] = lambda stage: None,
         turn_us: float = TURN_US,
+        gives_up: bool = True,
     ) -> None:
         self.workload, self.device, self._on_stage = workload, device, on_stage
-        self._turn_us = turn_us
+        self._turn_us, self._gives_up = turn_us, gives_up
         self._incumbent: tuple[KernelConfig, Runner] | None = None
         self._scales_us: dict[KernelConfig, float] = {}
 
@@ -164,13 +166,20 @@ class Bench:
             raise WrongResultError(check.wrong)
         if config == incumbent:
             runner = self._runner_of(incumbent)
-            times = [runner.turn() for _ in range(proposal.rounds)]
-            time_us = incumbent_us or self._scale_us(config, times)
+            started = time.perf_counter()
+            turns = [runner.turn() for _ in range(proposal.rounds)]
+            scale = incumbent_us or self._scale_us(config, turns)
+            times = [turn / statistics.median(turns) * scale for turn in turns]
         else:
             runner = self._ready(config)
-            time_us = self._time(runner, proposal.rounds, incumbent, incumbent_us)
+            started = time.perf_counter()
+            times = self._time(runner, proposal.rounds, incumbent, incumbent_us)
+        timing_s = time.perf_counter() - started
         self._require_right(runner)
-        return Trial(config, proposal.rounds, time_us)
+        time_us = statistics.median(times)
+        return Trial(
+            config, proposal.rounds, time_us, times_us=(*times,), timing_s=timing_s
+        )
 
     def confirm(
         self, config: KernelConfig, *, seed: int, rounds: int, beside: bool = True
@@ -227,9 +236,10 @@ class Bench:
         rounds: int,
         incumbent: KernelConfig | None,
         incumbent_us: float | None,
-    ) -> float:
+    ) -> list[float]:
+        """Of each round; fewer rounds where it is given up."""
         if incumbent is None:
-            return statistics.median(runner.turn() for _ in range(rounds))
+            return [runner.turn() for _ in range(rounds)]
         other = self._runner_of(incumbent)
         times: list[float] = []
         others: list[float] = []
@@ -238,10 +248,10 @@ class Bench:
             for timed, into in pair if i % 2 else pair[::-1]:
                 into.append(timed.turn())
             limit = _GIVE_UP[min(i, len(_GIVE_UP) - 1)]
-            if min(_ratios(times, others)) > limit:
+            if self._gives_up and min(_ratios(times, others)) > limit:
                 break
         scale_us = incumbent_us or self._scale_us(incumbent, others)
-        return scale_us * statistics.median(_ratios(times, others))
+        return [scale_us * ratio for ratio in _ratios(times, others)]
 
     def _scale_us(self, incumbent: KernelConfig, times: Sequence[float]) -> float:
         """Its time, the same for all that is compared with it."""

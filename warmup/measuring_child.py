@@ -64,6 +64,7 @@ class _Child:
         self.device = torch.device(options["device"])
         self.limit_s: float = options["limit_s"]
         self.turn_us: float = options["turn_us"]
+        self.gives_up: bool = options.get("gives_up", True)
         self.make = load_maker(options["make"])
         if self.device.type == "cuda":
             if not torch.cuda.is_available():
@@ -112,7 +113,11 @@ class _Child:
             self._key = self._bench = None  # its memory goes before the next's comes
             workload = self.make(key, self.device)
             self._bench = Bench(
-                workload, self.device, lambda s: self.say(stage=s), self.turn_us
+                workload,
+                self.device,
+                lambda s: self.say(stage=s),
+                self.turn_us,
+                self.gives_up,
             )
             self._key = key
         bench, workload = self._bench, self._bench.workload
@@ -139,7 +144,11 @@ class _Child:
             incumbent=incumbent and KernelConfig.from_dict(incumbent),
             incumbent_us=request["incumbent_us"],
         )
-        return {"time_us": trial.time_us}
+        return {
+            "time_us": trial.time_us,
+            "times_us": trial.times_us,
+            "timing_s": trial.timing_s,
+        }
 
     def _answers(self) -> bool:
         """Whether the GPU still works; an illegal access spoils all that follows."""

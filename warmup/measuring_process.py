@@ -85,6 +85,8 @@ class MeasuringProcess:
         confirm_rounds: of timing in a confirmation.
         turn_us: length of a turn, of which a round has one each for the config and the
             incumbent. In short ones a chip does not settle on a clock.
+        gives_up: whether what is clearly slower than the incumbent is timed for fewer
+            rounds than proposed.
         env: of the child, in addition to this process's own.
 
     Raises:
@@ -103,6 +105,7 @@ class MeasuringProcess:
         device_memory_share: float = 0.9,
         confirm_rounds: int = 15,
         turn_us: float = 10_000.0,
+        gives_up: bool = True,
         env: Mapping[str, str] | None = None,
     ) -> None:
         if host_memory_mib is None:
@@ -125,6 +128,7 @@ class MeasuringProcess:
         self.host_memory_mib = host_memory_mib
         self.device_memory_share = device_memory_share
         self.confirm_rounds, self.turn_us = confirm_rounds, turn_us
+        self.gives_up = gives_up
         self._env = dict(env or {})
         self._child: _Child | None = None
         self._prepared: TuningKey | None = None
@@ -172,8 +176,14 @@ class MeasuringProcess:
                 continue
             time_us: float = result["time_us"]
             self._times.setdefault((key, proposal.config), time_us)
-            seconds = time.monotonic() - start
-            yield Trial(proposal.config, proposal.rounds, time_us, None, "", seconds)
+            yield Trial(
+                proposal.config,
+                proposal.rounds,
+                time_us,
+                seconds=time.monotonic() - start,
+                times_us=tuple(result["times_us"]),
+                timing_s=result["timing_s"],
+            )
 
     def confirm(self, key: TuningKey, config: KernelConfig, seed: int) -> Confirmation:
         """Check a config on data no trial has seen, and time it beside the default.
@@ -212,6 +222,10 @@ class MeasuringProcess:
         except _Failure as failure:
             inf, wrong = float("inf"), f"{failure.invalid}: {failure.reason}"
             return Confirmation(inf, inf, inf, inf, wrong)
+
+    def recall(self, key: TuningKey, config: KernelConfig, time_us: float) -> None:
+        """Keep to the scale of an earlier process, in which `config` took so long."""
+        self._times[key, config] = time_us
 
     def roof_us(self, key: TuningKey) -> float | None:
         """The time that no config can beat; None if unknown.
@@ -332,6 +346,7 @@ class MeasuringProcess:
                 "make": self.make,
                 "limit_s": self.limit_s,
                 "turn_us": self.turn_us,
+                "gives_up": self.gives_up,
                 "device_memory_share": self.device_memory_share,
                 "parent": os.getpid(),
             }

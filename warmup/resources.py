@@ -415,6 +415,41 @@ _WORK: dict[str, Callable[[Mapping[str, Any], KernelConfig, DeviceInfo], _Work]]
 }
 
 
+# What the estimate reads of a config; few of them differ in that.
+_READS: dict[str, tuple[str, ...]] = {
+    "prefill": (
+        *("BLOCK_M", "BLOCK_N", "PACK", "LOAD", "REFERENCE"),
+        *("maxnreg", "num_stages", "num_warps"),
+    ),
+    "decode": ("BLOCK_N", "CTAS_PER_UNIT", "MIN_CHUNK", "num_stages", "num_warps"),
+    "rms_norm": ("PROGRAMS_PER_UNIT", "ROWS", "num_warps"),
+    "kv_cache": ("VECTORS", "num_warps"),
+}
+
+
+def estimates_us(
+    key: TuningKey,
+    configs: Iterable[KernelConfig],
+    device: DeviceInfo,
+    readouts: Mapping[KernelConfig, Readout] | None = None,
+) -> list[float]:
+    """`estimate_us` of each config, but quicker where they are many."""
+    spec_of(key)
+    reads, known = _READS[key.kernel], {}
+    times: list[float] = []
+    for config in configs:
+        readout = readouts.get(config) if readouts else None
+        if readout is not None:
+            times.append(estimate_us(key, config, device, readout))
+            continue
+        values = dict(config.items_)
+        place = tuple([values.get(name) for name in reads])
+        if place not in known:
+            known[place] = estimate_us(key, config, device)
+        times.append(known[place])
+    return times
+
+
 @dataclass(frozen=True)
 class Pruned:
     """A config that is not worth timing, and why."""
@@ -456,42 +491,44 @@ def prune(
         raise bad_argument("slack", "at least 1", slack, "1 keeps the best only")
     readouts = readouts or {}
     given = list(dict.fromkeys(configs))
-    times = {c: estimate_us(key, c, device, readouts.get(c)) for c in given}
-    reasons: dict[KernelConfig, str] = {}
-    for config in given:
-        readout = readouts.get(config)
+    times = estimates_us(key, given, device, readouts)
+    replaced, members = _replaced_loads(key), frozenset(given)
+    reasons: dict[int, str] = {}  # by number: hashing configs takes most of the time
+    for number, config in enumerate(given):
+        readout = readouts.get(config) if readouts else None
         reason = over_limit(readout, device) if readout else None
-        if reason is None and times[config] == math.inf:
+        if reason is None and times[number] == math.inf:
             reason = "no unit can hold a program of it"
-        twin = _twin_of(key, config)
-        if reason is None and twin in times:
-            reason = f"runs as LOAD={twin['LOAD']} here"
+        if reason is None and replaced and config.get("LOAD") in replaced:
+            twin = config.replace(LOAD="pointer")
+            if twin in members:
+                reason = f"runs as LOAD={twin['LOAD']} here"
         if reason is not None:
-            reasons[config] = reason
-    ranked = sorted((c for c in given if c not in reasons), key=lambda c: times[c])
+            reasons[number] = reason
+    numbers = [number for number in range(len(given)) if number not in reasons]
+    ranked = sorted(numbers, key=times.__getitem__)
     best = times[ranked[0]] if ranked else math.inf
     most = max((r.programs_per_unit or 0 for r in readouts.values()), default=0)
-    for config in ranked[keep:]:
-        readout = readouts.get(config)
+    for number in ranked[keep:]:
+        readout = readouts.get(given[number]) if readouts else None
         spills = readout.spills if readout else None
         if spills and spills > MAX_SPILLS:
-            reasons[config] = f"spills {spills} registers"
-        elif times[config] > slack * best + _MODEL_US:
-            reasons[config] = f"estimated {times[config] / best:.1f}x of the best" + (
+            reasons[number] = f"spills {spills} registers"
+        elif times[number] > slack * best + _MODEL_US:
+            reasons[number] = f"estimated {times[number] / best:.1f}x of the best" + (
                 _few_programs(readout, most)
             )
-    kept = [config for config in ranked if config not in reasons]
-    return kept, [Pruned(c, reasons[c]) for c in given if c in reasons]
+    kept = [given[number] for number in ranked if number not in reasons]
+    return kept, [Pruned(given[n], reason) for n, reason in sorted(reasons.items())]
 
 
-def _twin_of(key: TuningKey, config: KernelConfig) -> KernelConfig | None:
-    """The config that stands for what the kernel does in place of `config`."""
-    fields, load = key.to_dict(), config.get("LOAD")
-    cached = load == "new" and not fields.get("no_context")
-    windowed = (
-        load == "descriptor" and key.kernel == "decode" and fields["sliding_window"]
-    )
-    return config.replace(LOAD="pointer") if cached or windowed else None
+def _replaced_loads(key: TuningKey) -> frozenset[str]:
+    """Values of LOAD in whose place the kernel does what "pointer" says."""
+    fields = key.to_dict()
+    replaced = set() if fields.get("no_context") else {"new"}
+    if key.kernel == "decode" and fields["sliding_window"]:
+        replaced.add("descriptor")
+    return frozenset(replaced)
 
 
 def _few_programs(readout: Readout | None, most: int) -> str:

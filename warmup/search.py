@@ -44,6 +44,8 @@ class Trial:
         invalid: None, or one of `INVALID_REASONS`.
         reason: the message that goes with `invalid`, for people.
         seconds: what the trial took, compilation and checks included.
+        times_us: of each round, on the scale of `time_us`, where the measurer tells.
+        timing_s: of `seconds`, what the rounds took.
     """
 
     config: KernelConfig
@@ -52,6 +54,8 @@ class Trial:
     invalid: str | None = None
     reason: str = ""
     seconds: float = 0.0
+    times_us: tuple[float, ...] = ()
+    timing_s: float = 0.0
 
     def __post_init__(self) -> None:
         if self.rounds < 1:

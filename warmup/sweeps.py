@@ -6,11 +6,13 @@ A sweep is a gzip file of one JSON object:
     {"schema": 1, "kernel": "decode", "key": {"num_seqs": 8, ...},
      "gpu": "nvidia_h200", "arch": "sm90", "num_units": 132,
      "toolchain": {"triton": "3.6.0", ...}, "synthetic": false,
+     "selection": {"members": 6048, "of": "all"}, "kernel_digest": "sha256:...",
      "rows": [{"config": {...}, "times_us": [41.2, 41.5, ...], "setup_s": 1.9},
               {"config": {...}, "invalid": "resources", "reason": "...", ...}]}
 
 `times_us` has a time for each round, `setup_s` is what compiling and checking took.
-`synthetic` marks times that nobody measured: good for tests, never a result.
+`selection` says which members of the space the rows are. `synthetic` marks times that
+nobody measured: good for tests, never a result.
 """
 
 import gzip
@@ -67,7 +69,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Every config of one space, timed on one device for one key."""
+    """The configs of one space, timed on one device for one key.
+
+    Attributes:
+        kernel, key, device, toolchain: what was timed.
+        rows: a config each.
+        synthetic: nobody measured these times.
+        selection: which configs of the space these are; empty: unknown.
+        kernel_digest: of the code that was measured; empty: unknown.
+    """
 
     kernel: str
     key: Key
@@ -75,6 +85,8 @@ class Sweep:
     rows: tuple[Row, ...]
     toolchain: Mapping[str, str | None] = field(default_factory=dict)
     synthetic: bool = False
+    selection: Mapping[str, Any] = field(default_factory=dict)
+    kernel_digest: str = ""
 
     @property
     def configs(self) -> list[KernelConfig]:
@@ -117,7 +129,9 @@ def write_sweep(sweep: Sweep, folder: Path) -> Path:
         "num_units": sweep.device.num_units,
         "toolchain": dict(sweep.toolchain),
         "synthetic": sweep.synthetic,
-        "rows": [_row_to_dict(row) for row in sweep.rows],
+        "selection": dict(sweep.selection),
+        "kernel_digest": sweep.kernel_digest,
+        "rows": [row_to_dict(row) for row in sweep.rows],
     }
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{sweep.name}{SUFFIX}"
@@ -155,9 +169,11 @@ def read_sweep(path: Path) -> Sweep:
             kernel=data["kernel"],
             key=data["key"],
             device=device,
-            rows=tuple(_row_from_dict(row) for row in data["rows"]),
+            rows=tuple(row_from_dict(row) for row in data["rows"]),
             toolchain=data["toolchain"],
             synthetic=data["synthetic"],
+            selection=data.get("selection", {}),
+            kernel_digest=data.get("kernel_digest", ""),
         )
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
         raise bad_argument(
@@ -182,14 +198,14 @@ def read_sweeps(folder: Path) -> list[Sweep]:
     return [read_sweep(path) for path in paths]
 
 
-def _row_to_dict(row: Row) -> dict[str, Any]:
+def row_to_dict(row: Row) -> dict[str, Any]:
     data: dict[str, Any] = {"config": row.config.to_dict(), "setup_s": row.setup_s}
     if row.invalid is None:
         return data | {"times_us": list(row.times_us)}
     return data | {"invalid": row.invalid, "reason": row.reason}
 
 
-def _row_from_dict(data: Mapping[str, Any]) -> Row:
+def row_from_dict(data: Mapping[str, Any]) -> Row:
     return Row(
         config=KernelConfig.from_dict(data["config"]),
         times_us=tuple(data.get("times_us", ())),

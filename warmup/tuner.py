@@ -26,6 +26,7 @@ from portable_backend.warmup.layers import file_stem
 from portable_backend.warmup.listed_space import ListedSpace
 from portable_backend.warmup.matching import differences
 from portable_backend.warmup.pipeline import Ahead, Pipeline
+from portable_backend.warmup.preparation import Prepared, Preparer
 from portable_backend.warmup.records import TuningKey, TuningRecord
 from portable_backend.warmup.search import Budget, SearchResult, Trial, search
 from portable_backend.warmup.shares import Shares
@@ -36,11 +37,10 @@ from portable_backend.warmup.trial_log import (
     LogHeader,
     LogMismatchError,
     TrialLog,
-    space_digest,
 )
 from portable_backend.warmup.tuning_options import TuneOptions
 from portable_backend.warmup.tuning_report import Counts, Event, Outcome, Task
-from portable_backend.warmup.warm_start import warm_ranking
+from portable_backend.warmup.warm_start import sure_starts, warm_ranking
 
 logger = logging.getLogger("vllm.portable_backend.tuner")
 # What tools may raise where they break, as against a mistake of ours.
@@ -83,6 +83,7 @@ class Tuner:
         self.log_root, self.on_event = log_root, on_event
         self._tools: Tools | None = None
         self._confirm_s = 0.5  # what confirming one config takes
+        self._preparer = Preparer(self.options)
 
     @property
     def tools(self) -> Tools:
@@ -200,38 +201,20 @@ class _Job:
     def run(self) -> Outcome:
         key, tools = self.key, self.tools
         self.tuner.store.refresh()  # others may tune beside us
-        members = list(tools.catalog.configs(key))
-        known = None if self.tuner.options.again else self._known(frozenset(members))
+        prepared = self.tuner._preparer.take(key, tools)
+        known = None if self.tuner.options.again else self._known(prepared.members)
         if known is not None:
             return Outcome(key, "known", record=known)
-        self.default = tools.catalog.default(key)
-        self.considered = len(members)
-        kept, pruned = members, []
-        if tools.prune is not None:
-            kept, dropped = tools.prune(
-                key, members, tools.device, keep=self.options.keep
-            )
-            reasons = {p.config: p.reason for p in dropped}
-            most = self.options.candidates
-            if most is not None and len(kept) > most:
-                late = f"not among the best {most} by estimate"
-                reasons |= dict.fromkeys(kept[most:], late)
-                kept = kept[:most]
-            reasons.pop(self.default, None)
-            pruned = list(reasons.items())
-            self.pruned = len(pruned)
-            logger.debug("%s: pruned %d of %d", key, self.pruned, len(members))
-        # In the order of the space, whatever the model thinks: the log depends on it.
-        chosen = {self.default, *kept}
-        space = ListedSpace([c for c in members if c in chosen] or [self.default])
-        if self.default not in space.configs:
-            space = ListedSpace([self.default, *space.configs])
+        self.default = prepared.default
+        self.considered, self.pruned = len(prepared.members), len(prepared.pruned)
+        if self.upcoming is not None:
+            self.tuner._preparer.begin(self.upcoming, tools)
         try:
-            log = self._log(space, pruned)
+            log = self._log(prepared)
         except LogMismatchError as error:
             return Outcome(key, "elsewhere", str(error))
         try:
-            result = self._search(space, kept if tools.prune else (), log)
+            result = self._search(prepared.space, prepared.estimated, log)
             if result.stopped == "interrupted":
                 return self._outcome("interrupted", stopped=result.stopped)
             return self._conclude(result)
@@ -248,9 +231,7 @@ class _Job:
                     return record
         return None
 
-    def _log(
-        self, space: ListedSpace, pruned: list[tuple[KernelConfig, str]]
-    ) -> TrialLog | None:
+    def _log(self, prepared: Prepared) -> TrialLog | None:
         root, environment = self.tuner.log_root, self.tools.environment
         if root is None:
             return None
@@ -258,7 +239,7 @@ class _Job:
             kernel=self.key.kernel,
             key=self.key.to_dict(),
             gpu=environment.gpu,
-            space=space_digest(space.configs),
+            space=prepared.digest,
             strategy=self.options.chosen,
             seed=self.options.seed,
             rounds=self.tools.rounds,
@@ -273,8 +254,11 @@ class _Job:
             if self.again:
                 path.unlink(missing_ok=True)
             log = TrialLog(path, header)
-            if pruned:
-                rows = [{"config": c.to_dict(), "reason": r} for c, r in pruned]
+            if prepared.pruned:
+                rows = [
+                    {"config": config.to_dict(), "reason": reason}
+                    for config, reason in prepared.pruned
+                ]
                 lines = "".join(json.dumps(row) + "\n" for row in rows)
                 path.with_suffix(".pruned").write_text(lines)
             return log
@@ -291,6 +275,14 @@ class _Job:
         tools, options = self.tools, self.options
         self.trials = list(log.trials) if log else []
         logged_s = sum(trial.seconds for trial in self.trials)
+        pipeline = Pipeline(tools, self.key, self.default, self._note)
+        done = {trial.config for trial in self.trials}
+
+        def submit(configs: Iterable[KernelConfig]) -> None:
+            pipeline.submit(config for config in configs if config not in done)
+
+        if options.warm_start:
+            submit(self._starts(space, estimated))  # while the cost model learns
         strategy = make_strategy(
             options.chosen,
             space,
@@ -299,16 +291,13 @@ class _Job:
             incumbent=self.default,
             ranking=self._ranking(space, estimated, log),
         )
-        pipeline = Pipeline(tools, self.key, self.default, self._note)
-        done = {trial.config for trial in self.trials}
-        ahead = Ahead(
-            strategy,
-            lambda configs: pipeline.submit(c for c in configs if c not in done),
-        )
+        ahead = Ahead(strategy, submit)
 
         def measure(proposals: Sequence[Any]) -> Iterable[Trial]:
             best = strategy.best()
             incumbent = best.config if best else self.default
+            if not self.trials:
+                self._compile_upcoming(())
             for trial in pipeline.measure(proposals, incumbent):
                 self.trials.append(trial)
                 yield trial
@@ -330,6 +319,26 @@ class _Job:
             clock=tools.clock,
         )
 
+    def _starts(
+        self, space: ListedSpace, estimated: Sequence[KernelConfig]
+    ) -> list[KernelConfig]:
+        starts = sure_starts(
+            self.key,
+            space.configs,
+            self.tools.device,
+            records=self._records(),
+            estimated=estimated,
+        )
+        return [self.default, *starts]
+
+    def _ready(self, configs: Sequence[KernelConfig]) -> list[KernelConfig]:
+        ready = getattr(self.tools.compiler, "ready", None)
+        return [] if ready is None else ready(self.key, configs)
+
+    def _records(self) -> list[TuningRecord]:
+        store = self.tuner.store
+        return [record for _, record in store.records(self.key.kernel)]
+
     def _ranking(
         self,
         space: ListedSpace,
@@ -338,14 +347,14 @@ class _Job:
     ) -> list[KernelConfig]:
         if not self.options.warm_start:
             return []
-        device, store = self.tools.device, self.tuner.store
         return warm_ranking(
             self.key,
             space.configs,
-            device,
-            records=[record for _, record in store.records(self.key.kernel)],
+            self.tools.device,
+            records=self._records(),
             log_folder=log.path.parent if log else None,
             estimated=estimated,
+            ready=self._ready,
         )
 
     def _is_enough(self) -> Callable[[Trial], bool]:
@@ -412,7 +421,9 @@ class _Job:
         try:
             members = frozenset(self.tools.catalog.configs(key))
             near = ranked if key.kernel == self.key.kernel else ()
-            chosen = [self.tools.catalog.default(key), *near]
+            records = [record for _, record in self.tuner.store.records(key.kernel)]
+            starts = sure_starts(key, members, self.tools.device, records=records)
+            chosen = [self.tools.catalog.default(key), *near, *starts]
             compiler.submit(key, [config for config in chosen if config in members])
         except BREAKDOWNS as error:  # which the next unit meets itself
             logger.debug("%s: not compiled ahead: %s", key, error)

@@ -44,7 +44,7 @@ class TuneOptions:
     patience: int | None = None
     warm_start: bool = True
     again: bool = False
-    batch: int = 8
+    batch: int = 16
     finalists: int = 3
     min_gain: float = 0.01
     attempts: int = 2

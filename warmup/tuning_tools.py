@@ -6,10 +6,10 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from portable_backend.device import DeviceInfo
 from portable_backend.errors import UnsupportedError, bad_argument
@@ -29,7 +29,11 @@ HERE = "portable_backend.warmup.tuning_tools"
 
 
 def gpu_recipe(
-    *, workers: int | None = None, resource_model: bool = True, device: str = "cuda:0"
+    *,
+    workers: int | None = None,
+    resource_model: bool = True,
+    device: str = "cuda:0",
+    measuring: Mapping[str, Any] | None = None,
 ) -> Recipe:
     """Recipe of the tools for a GPU.
 
@@ -37,8 +41,14 @@ def gpu_recipe(
         workers: processes that compile; None: one less than there are CPUs.
         resource_model: whether configs that cannot win are dropped untried.
         device: which one.
+        measuring: options of `MeasuringProcess`, where they differ from its own.
     """
-    options = {"workers": workers, "resource_model": resource_model, "device": device}
+    options = {
+        "workers": workers,
+        "resource_model": resource_model,
+        "device": device,
+        "measuring": dict(measuring or {}),
+    }
     return Recipe(f"{HERE}:gpu_tools", options)
 
 
@@ -81,7 +91,13 @@ def resource_model() -> Prune:
     return prune
 
 
-def gpu_tools(*, workers: int | None, resource_model: bool, device: str) -> Tools:
+def gpu_tools(
+    *,
+    workers: int | None,
+    resource_model: bool,
+    device: str,
+    measuring: Mapping[str, Any] | None = None,
+) -> Tools:
     """Tools for the GPU at hand.
 
     Raises:
@@ -101,7 +117,7 @@ def gpu_tools(*, workers: int | None, resource_model: bool, device: str) -> Tool
     def make_measurer() -> Measurer:
         from portable_backend.warmup.measuring_process import MeasuringProcess
 
-        return MeasuringProcess(device=device)
+        return MeasuringProcess(device=device, **(measuring or {}))
 
     def make_compiler() -> Compiler:
         from portable_backend.warmup.compile_pool import CompilePool

@@ -3,7 +3,7 @@
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -23,11 +23,29 @@ logger = logging.getLogger("vllm.portable_backend.tuner")
 # Of a forest, which is the steadier on few samples; more of them cost seconds.
 MODEL = "forest"
 MAX_SAMPLES = 4000
-LIMIT = 32
+LIMIT = 64
 FROM_RECORDS = 8
 FROM_ESTIMATES = 4
+# Configs that are compiled already, from so many that the model ranks highest.
+FROM_READY = 24
+LOOKED_AT = 512
 # A field that must match, and does not, counts like so many doublings of a size.
 MISMATCH = 4.0
+
+
+def sure_starts(
+    key: TuningKey,
+    configs: Collection[KernelConfig],
+    device: DeviceInfo,
+    *,
+    records: Iterable[TuningRecord] = (),
+    estimated: Sequence[KernelConfig] = (),
+) -> list[KernelConfig]:
+    """The head of `warm_ranking`, which needs no cost model: to compile meanwhile."""
+    members = frozenset(configs)
+    served = _served_near(key, device, records)
+    first = list(islice((c for c in served if c in members), FROM_RECORDS))
+    return list(dict.fromkeys((*first, *estimated[:FROM_ESTIMATES])))
 
 
 def warm_ranking(
@@ -38,6 +56,7 @@ def warm_ranking(
     records: Iterable[TuningRecord] = (),
     log_folder: Path | None = None,
     estimated: Sequence[KernelConfig] = (),
+    ready: Callable[[Sequence[KernelConfig]], list[KernelConfig]] | None = None,
     limit: int = LIMIT,
 ) -> list[KernelConfig]:
     """Rank what is worth trying first, at most `limit` configs.
@@ -49,6 +68,8 @@ def warm_ranking(
         records: of this kernel; near keys come first, this GPU's before others'.
         log_folder: trial logs of this kernel and GPU; a cost model learns from them.
         estimated: the resource model's order, best first.
+        ready: which of some configs are compiled already; these can be tried for next
+            to nothing, so the best of them come early.
     """
     members = frozenset(configs)
     served = _served_near(key, device, records)
@@ -58,12 +79,13 @@ def warm_ranking(
     if samples:
         try:
             learned = rank_configs(
-                MODEL, samples, configs, key.to_dict(), device, limit=limit
+                MODEL, samples, configs, key.to_dict(), device, limit=LOOKED_AT
             )
         except (UnsupportedError, ValueError) as error:
             logger.debug("no cost model for %s: %s", key, error)
     share = FROM_ESTIMATES if learned else limit // 2
-    ranking = dict.fromkeys((*first, *estimated[:share], *learned))
+    quick = ready(learned)[:FROM_READY] if ready and learned else ()
+    ranking = dict.fromkeys((*first, *quick, *estimated[:share], *learned))
     return list(ranking)[:limit]
 
 
