@@ -246,6 +246,7 @@ class _Calls:
                 self._new_tokens(), self.caches
             ):
                 out = torch.empty(query.shape, dtype=query.dtype, device="meta")
+                news: list[tuple[torch.Tensor | None, torch.Tensor | None]]
                 news = [(key, value)]
                 if self.traits.shares_cache:
                     news.append((None, None))
@@ -328,6 +329,7 @@ class _Calls:
     def _caches(self, num_blocks: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """(K, V) in each layout, [num_blocks, block_size, num_kv_heads, head_size]."""
         slots, heads, size = self.limits.block_size, self.kv_heads, self.model.head_size
+        order: tuple[int, ...]
         for order in _UNPACKED:
             cache = self._in_memory((num_blocks, 2, slots, heads, size), order)
             key_cache, value_cache = cache.unbind(1)
