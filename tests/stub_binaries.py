@@ -270,8 +270,11 @@ def lengths_as_on_a_gpu(pb):
         yield
 
 
-def walk(platform, config, limits, steps, seed=0):
-    """Binaries that random steps ask for, by what they are."""
+def walk(platform, config, limits, steps, seed=0, compiler=None):
+    """Binaries that random steps ask for, by what they are.
+
+    `compiler` is called as Triton's is, each time that Triton's would be.
+    """
     rng, found = random.Random(seed), {}
     pb = modules()
     from portable_backend import ir_ops  # noqa: F401  registers the norms
@@ -284,6 +287,8 @@ def walk(platform, config, limits, steps, seed=0):
         def compile_and_note(src, target=None, options=None, **more):
             binary = binary_of_source(src, options)
             found.setdefault(binary.identity, binary)
+            if compiler is not None:
+                compiler(src, target=target, options=options, **more)
             return gpu.compile(src, target, options)
 
         with mock.patch.object(triton.compiler, "compile", compile_and_note):

@@ -51,7 +51,12 @@ from portable_backend.warmup.buckets import (
     EngineLimits,
     all_keys,
 )
-from portable_backend.warmup.compilation import KernelLaunch, in_graph, recording
+from portable_backend.warmup.compilation import (
+    KernelLaunch,
+    in_graph,
+    recording,
+    target_of,
+)
 from portable_backend.warmup.kernel_specs import DTYPES
 from portable_backend.warmup.model_shapes import ModelShape, NormShape
 from portable_backend.warmup.model_traits import ModelTraits
@@ -104,6 +109,7 @@ def binaries_of(
     Raises:
         UnsupportedError: in the interpreter.
     """
+    target_of(device)  # raises for the interpreter
     configs = configs or ServingConfigs(model, limits, device)
     calls = _Calls(model, traits, limits, device, configs)
     with recording(device) as launches:
