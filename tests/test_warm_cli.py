@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`portable-backend warm`: what it refuses, and, beside a stub GPU, what it compiles."""
+"""`portable-backend warm`: what it refuses, and what it compiles for a stub GPU."""
 
 import json
 import os

@@ -125,8 +125,8 @@ def read_report(path: Path) -> StartupReport | None:
     known = {item.name for item in fields(StartupReport)} - {"extra"}
     for name, (is_right, expected) in _CHECKS.items():
         if not is_right(held.get(name)):
-            given = repr(held.get(name, "nothing"))[:80]
-            raise RecordError(f"{path}: {name} must be {expected}, got {given}")
+            found = repr(held.get(name, "nothing"))[:80]
+            raise RecordError(f"{path}: {name} must be {expected}, got {found}")
     given = {name: held[name] for name in known & held.keys()}
     given["notes"] = tuple(held.get("notes") or ())
     extra = {n: v for n, v in held.items() if n not in known and n != "schema"}
