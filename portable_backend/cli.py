@@ -20,10 +20,11 @@ from portable_backend.commands import (
     compile,
     doctor,
     tune,
+    warm,
 )
 from portable_backend.errors import PortableBackendError
 
-GROUPS = (cache, compile, doctor, tune)
+GROUPS = (cache, compile, doctor, tune, warm)
 
 
 def build_parser() -> argparse.ArgumentParser:

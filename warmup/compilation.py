@@ -50,7 +50,7 @@ _NAMES = {"kv_cache": "write_kv_cache"}
 # A kv_cache key leaves the block size open; the kernel is compiled for each.
 _KV_BLOCK_SIZES = (16, 64)
 _MAX_DECODE_QUERY_LEN = 8  # AttentionPlanner's default
-_ordinary_run: Any = getattr(JITFunction, "run", None)
+ordinary_run: Any = getattr(JITFunction, "run", None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,9 +117,9 @@ def recording(device: DeviceInfo) -> Iterator[list[KernelLaunch]]:
 
     detect = classmethod(lambda cls, of: device)
     with (
-        _compiler_for(device),
-        _replaced(DeviceInfo, "detect", detect),
-        _replaced(JITFunction, "run", record),
+        compiler_for(device),
+        replaced(DeviceInfo, "detect", detect),
+        replaced(JITFunction, "run", record),
     ):
         for name in ("kv_cache", "rms_norm"):
             _forget_lookups(importlib.import_module(f"portable_backend.kernels.{name}"))
@@ -136,23 +136,29 @@ def name_of(function: Any) -> str:
 def in_graph(captured: bool) -> Iterator[None]:
     """Attention looks captured into a graph, or not."""
     module = importlib.import_module("portable_backend.kernels.attention")
-    with _replaced(module, "capturing", lambda: captured):
+    with replaced(module, "capturing", lambda: captured):
         yield
 
 
 @contextlib.contextmanager
-def _compiler_for(device: DeviceInfo) -> Iterator[None]:
+def compiler_for(device: DeviceInfo) -> Iterator[None]:
+    """Triton compiles for `device`, whatever is at hand.
+
+    Raises:
+        UnsupportedError: in the interpreter.
+    """
     if interpreting():
         raise UnsupportedError(
             "Triton's interpreter compiles nothing; unset TRITON_INTERPRET before "
             "Python starts"
         )
-    with _replaced(driver, "_active", _TargetDriver(device)):
+    with replaced(driver, "_active", _TargetDriver(device)):
         yield
 
 
 @contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """An attribute has another value for a while."""
     before = vars(owner)[name]
     setattr(owner, name, value)
     try:
@@ -182,7 +188,7 @@ def distinct(
 
 def identity_of(launch: KernelLaunch, device: DeviceInfo) -> str:
     """The same for launches that share a binary: kernel, specialisation, options."""
-    with _compiler_for(device):
+    with compiler_for(device):
         *_, bind = launch.function.device_caches[device.arch]
         _, specialisation, options = bind(*launch.args, **launch.kwargs)
     return f"{launch.kernel} {specialisation} {options}"
@@ -319,8 +325,8 @@ def compile_launch(launch: KernelLaunch, device: DeviceInfo) -> Readout:
 
 
 def _compile(launch: KernelLaunch, device: DeviceInfo) -> Any:
-    with _compiler_for(device):
-        compiled = _ordinary_run(
+    with compiler_for(device):
+        compiled = ordinary_run(
             launch.function, *launch.args, grid=(1,), warmup=True, **launch.kwargs
         )
     # Thousands are compiled one after the other; the cache on disk keeps them.

@@ -137,12 +137,12 @@ class CompilePool:
         self._waiting: deque[_Job] = deque()
         self._changed = threading.Condition()
         self._closed = False
-        self._workers: list[_Worker] = []
+        self._workers: list[CompileWorker] = []
         self._threads: list[threading.Thread] = []
         if device.platform == "interpreter":
             return
         for _ in range(workers):
-            worker = _Worker(self._command, device, limit_s, memory_mib)
+            worker = CompileWorker(self._command, device, limit_s, memory_mib)
             # The thread lives as long as the pool: workers end with it.
             thread = threading.Thread(target=self._serve, args=(worker,), daemon=True)
             self._workers.append(worker)
@@ -228,7 +228,7 @@ class CompilePool:
             rest = [job for job in self._waiting if job not in first]
             self._waiting = deque([*first, *rest])
 
-    def _serve(self, worker: "_Worker") -> None:
+    def _serve(self, worker: "CompileWorker") -> None:
         try:
             while True:
                 with self._changed:
@@ -248,7 +248,7 @@ class CompilePool:
 
 
 @dataclass(eq=False)
-class _Worker:
+class CompileWorker:
     """One process at a time; another one after each that had to be killed."""
 
     command: Sequence[str]
@@ -266,24 +266,29 @@ class _Worker:
         self, key: TuningKey, config: KernelConfig
     ) -> tuple[Readout | None, str | None]:
         """(read-out, None) or (None, why not)."""
+        request = {
+            "kernel": key.kernel,
+            "fields": key.to_dict(),
+            "config": config.to_dict(),
+        }
+        answer, failure = self.answer_to(request)
+        if answer is None:
+            return None, failure
+        if "readout" not in answer:
+            return None, str(answer.get("failure"))
+        return Readout(**answer["readout"]), None
+
+    def answer_to(self, request: dict[str, Any]) -> tuple[dict[str, Any] | None, str]:
+        """(the answer to one request, "") or (None, why there is none)."""
         if self._process is not None and self._compiled >= _MAX_COMPILED:
             self._end()
         if self._process is None:
             failure = self._start()
             if failure is not None:
                 return None, f"no worker: {failure}"
-        request = {
-            "kernel": key.kernel,
-            "fields": key.to_dict(),
-            "config": config.to_dict(),
-        }
         answer, failure = self._ask(request, self.limit_s)
         self._compiled += 1
-        if answer is None:
-            return None, failure
-        if "readout" not in answer:
-            return None, str(answer.get("failure"))
-        return Readout(**answer["readout"]), None
+        return answer, failure or ""
 
     def _start(self) -> str | None:
         """Start a process; why it did not come up, or None."""

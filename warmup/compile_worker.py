@@ -2,7 +2,7 @@
 """The process that compiles for `compile_pool`: one JSON line in, one out.
 
 It starts on its own: `python -m portable_backend.warmup.compile_worker`. The first line
-describes the device, each further one a candidate. It ends with its parent.
+describes the device, each further one a candidate or a binary. It ends with its parent.
 """
 
 import contextlib
@@ -55,7 +55,9 @@ def one_line(error: BaseException) -> str:
 
 
 def answer(request: dict[str, Any], device: DeviceInfo) -> dict[str, Any]:
-    """The read-out of a candidate, or why it has none."""
+    """The read-out of a candidate or what became of a binary, or why it failed."""
+    if "binary" in request:
+        return _compile_binary(request["binary"], device)
     from portable_backend.warmup.compilation import compile_config
 
     key = TuningKey.from_dict(request["kernel"], request["fields"])
@@ -65,6 +67,16 @@ def answer(request: dict[str, Any], device: DeviceInfo) -> dict[str, Any]:
     except Exception as error:  # whatever a compiler raises
         return {"failure": one_line(error)}
     return {"readout": vars(readout)}
+
+
+def _compile_binary(data: dict[str, Any], device: DeviceInfo) -> dict[str, Any]:
+    from portable_backend.warmup.binary import Binary, compile_binary
+
+    try:
+        shared_bytes = compile_binary(Binary.from_dict(data), device)
+    except Exception as error:  # whatever a compiler raises
+        return {"failure": one_line(error)}
+    return {"shared_bytes": shared_bytes}
 
 
 def main() -> int:

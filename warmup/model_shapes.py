@@ -125,7 +125,7 @@ def read_model(
         raise bad_argument(
             "tensor_parallel_size", "1 or more", tensor_parallel_size, "correct it"
         )
-    config = _load(path_or_id)
+    config = load_config(path_or_id)
     return shape_of_config(
         config, path_or_id, tensor_parallel_size=tensor_parallel_size, dtype=dtype
     )
@@ -139,7 +139,7 @@ def shape_of_config(
     dtype: str | None = None,
 ) -> ModelShape:
     """The shapes of a config that has been read; otherwise as `read_model`."""
-    text = _text_config(config)
+    text = text_config(config)
     if any(text.get(field) for field in _LATENT):
         raise UnsupportedError(
             f"{name}: latent attention (MLA) is not supported; choose another "
@@ -168,7 +168,8 @@ def shape_of_config(
     )
 
 
-def _load(path_or_id: str) -> dict[str, Any]:
+def load_config(path_or_id: str) -> dict[str, Any]:
+    """A model's config.json as it is; arguments and errors as for `read_model`."""
     if not path_or_id:
         raise bad_argument(
             "model", "a folder, a config.json or an id", "nothing", "name one"
@@ -217,14 +218,14 @@ def _download(model_id: str) -> Path:
         raise bad_argument("model", expected, got, remedy) from None
 
 
-def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The language model's part of a model with several."""
     for name in ("text_config", "llm_config", "language_config"):
         inner = config.get(name)
         if isinstance(inner, dict):
             return inner
     thinker = config.get("thinker_config")
-    return _text_config(thinker) if isinstance(thinker, dict) else config
+    return text_config(thinker) if isinstance(thinker, dict) else config
 
 
 def _with_library_defaults(text: Mapping[str, Any]) -> Mapping[str, Any]:
