@@ -7,22 +7,21 @@ Whatever is wrong with the files, the engine starts, with the kernels' defaults.
 
 import functools
 import logging
-from collections import Counter
 from dataclasses import astuple
 
 import torch
 
 from portable_backend.device import DeviceInfo
-from portable_backend.kernels.config import AttentionConfig, KernelConfig
-from portable_backend.kernels.plan import StepKind, default_config
+from portable_backend.kernels.config import AttentionConfig
+from portable_backend.kernels.plan import StepKind
 from portable_backend.settings import get_settings
-from portable_backend.warmup.buckets import EngineLimits, decode_key, prefill_key
+from portable_backend.warmup.buckets import EngineLimits
 from portable_backend.warmup.digest import current_digests
 from portable_backend.warmup.kernel_specs import DTYPES, spec_of
 from portable_backend.warmup.lookup import Lookup
 from portable_backend.warmup.matching import Environment, current_toolchain
 from portable_backend.warmup.model_shapes import ModelShape
-from portable_backend.warmup.records import TuningKey
+from portable_backend.warmup.serving_configs import recorded_for
 from portable_backend.warmup.space_check import space_check
 from portable_backend.warmup.store import RecordStore
 
@@ -115,50 +114,19 @@ def _choose(
     max_num_seqs: int,
 ) -> Configs:
     (window,) = model.sliding_windows
-    grades: Counter[str] = Counter()
-
-    @functools.cache
-    def recorded(key: TuningKey) -> KernelConfig | None:
-        choice = lookup.choose(key)
-        grades[f"{key.kernel} {choice.grade}"] += 1
-        return None if choice.grade == "default" else choice.config
-
     found: Configs = {}
     for kind in StepKind.within(max_num_seqs):
-        if kind.mixed:
-            continue
-        prefill = recorded(
-            prefill_key(
-                model,
-                limits,
-                num_tokens=limits.max_num_batched_tokens,
-                no_context=kind.no_context,
-                sliding_window=window,
-            )
-        )
-        decode = recorded(
-            decode_key(model, limits, num_seqs=kind.max_decodes, sliding_window=window)
-        )
-        if prefill is None and decode is None:
-            continue
-        default = default_config(
-            num_queries_per_kv=model.num_queries_per_kv,
-            num_kv_heads=model.num_kv_heads,
-            head_size=model.head_size,
-            dtype=DTYPES[model.dtype],
-            block_size=limits.block_size,
-            device=device,
-            kind=kind,
-        )
-        found[kind] = AttentionConfig(
-            prefill or default.prefill, decode or default.decode, default.merge
-        )
-    logger.info("tuning records: %s", _listed(grades))
+        config = recorded_for(lookup, model, limits, device, kind, window)
+        if config is not None:
+            found[kind] = config
+    grades = lookup.grade_counts()
+    listed = [f"{kernel} {_listed(counts)}" for kernel, counts in grades.items()]
+    logger.info("tuning records: %s", "; ".join(listed))
     return found
 
 
-def _listed(grades: Counter[str]) -> str:
-    return ", ".join(f"{grade} {count}" for grade, count in sorted(grades.items()))
+def _listed(counts: dict[str, int]) -> str:
+    return ", ".join(f"{grade} {count}" for grade, count in counts.items())
 
 
 def _as_on_first_rank(configs: Configs) -> Configs:

@@ -100,7 +100,9 @@ class Engine:
             compilation_config=SimpleNamespace(
                 static_forward_context=layers, cudagraph_capture_sizes=[1, 2, 4, 8]
             ),
-            model_config=SimpleNamespace(dtype=self.dtype),
+            model_config=SimpleNamespace(
+                dtype=self.dtype, max_model_len=self.limits.max_model_len or 4096
+            ),
             scheduler_config=SimpleNamespace(
                 max_num_seqs=self.limits.max_num_seqs,
                 max_num_batched_tokens=self.limits.max_num_batched_tokens,

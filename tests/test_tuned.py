@@ -90,7 +90,7 @@ def test_a_record_serves_the_steps_of_its_bucket_and_near_ones(tuned, caplog):
     assert {kind.max_decodes for kind in configs} == {1, 2, 4, 8}
     assert all(config.decode == DECODE for config in configs.values())
     assert not any(kind.mixed for kind in configs)
-    assert "decode exact 1, decode nearest 3, prefill default 2" in caplog.text
+    assert "decode exact 1, nearest 3; prefill default 2" in caplog.text
 
 
 def test_prefill_knows_whether_anything_is_cached(tuned):

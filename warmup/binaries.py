@@ -133,7 +133,7 @@ def step_forms(configs: ServingConfigs) -> Iterator[StepForm]:
     most = min(limits.max_num_batched_tokens, limits.model_len(model))
     for window in model.sliding_windows:
         for kind in _kinds(limits.max_num_seqs, no_context=False, mixed=False):
-            for config in configs.attention(kind, window, has_prefill=False):
+            for config in configs.attention(kind, window):
                 for query_len in _query_lens(model, longest):
                     yield StepForm(config, window, query_len)
                 for query_len in {1, limits.decode_query_len}:
@@ -142,7 +142,7 @@ def step_forms(configs: ServingConfigs) -> Iterator[StepForm]:
             continue  # no query is long enough for the prefill kernel
         if limits.speculative_tokens:
             for kind in _kinds(limits.max_num_seqs, no_context=False, mixed=True):
-                for config in configs.attention(kind, window, has_prefill=True):
+                for config in configs.attention(kind, window):
                     yield StepForm(config, window, longest, has_prefill=True)
             continue
         rest = min(limits.max_num_seqs, limits.max_num_batched_tokens - longest) - 1
@@ -152,7 +152,7 @@ def step_forms(configs: ServingConfigs) -> Iterator[StepForm]:
             for kind in (alone, *kinds):
                 lengths = _query_lens(model, longest) if kind.mixed else [0]
                 for config, query_len in itertools.product(
-                    configs.attention(kind, window, has_prefill=True), lengths
+                    configs.attention(kind, window), lengths
                 ):
                     yield StepForm(
                         config, window, query_len, True, no_context, on_host=True

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every config that a step of an engine can be launched with."""
 
-import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from portable_backend.device import DeviceInfo
 from portable_backend.kernels import plan
@@ -13,13 +12,63 @@ from portable_backend.warmup.buckets import (
     decode_key,
     kv_cache_key,
     prefill_key,
-    prefill_token_buckets,
     rms_norm_key,
 )
 from portable_backend.warmup.kernel_specs import DTYPES
 from portable_backend.warmup.lookup import Lookup
 from portable_backend.warmup.model_shapes import ModelShape, NormShape
 from portable_backend.warmup.records import TuningKey
+
+
+def default_of(
+    model: ModelShape, limits: EngineLimits, device: DeviceInfo, kind: plan.StepKind
+) -> AttentionConfig:
+    """What attention serves with where records say nothing."""
+    return plan.default_config(
+        num_queries_per_kv=model.num_queries_per_kv,
+        num_kv_heads=model.num_kv_heads,
+        head_size=model.head_size,
+        dtype=DTYPES[model.dtype],
+        block_size=limits.block_size,
+        device=device,
+        kind=kind,
+    )
+
+
+def recorded_for(
+    lookup: Lookup,
+    model: ModelShape,
+    limits: EngineLimits,
+    device: DeviceInfo,
+    kind: plan.StepKind,
+    window: int,
+) -> AttentionConfig | None:
+    """What records give steps of one kind; None: nothing, the default serves.
+
+    Steps with both prefills and decodes keep the default: records are measured on
+    either alone. Prefills of all sizes get the config of full steps, since that is all
+    a kind tells.
+    """
+    if kind.mixed:
+        return None
+    keys = (
+        prefill_key(
+            model,
+            limits,
+            num_tokens=limits.max_num_batched_tokens,
+            no_context=kind.no_context,
+            sliding_window=window,
+        ),
+        decode_key(model, limits, num_seqs=kind.max_decodes, sliding_window=window),
+    )
+    choices = [lookup.choose(key) for key in keys]
+    prefill, decode = (None if c.grade == "default" else c.config for c in choices)
+    if prefill is None and decode is None:
+        return None
+    default = default_of(model, limits, device, kind)
+    return AttentionConfig(
+        prefill or default.prefill, decode or default.decode, default.merge
+    )
 
 
 @dataclass(frozen=True)
@@ -39,49 +88,20 @@ class ServingConfigs:
     device: DeviceInfo
     lookup: Lookup | None = None
 
-    def attention(
-        self, kind: plan.StepKind, window: int, *, has_prefill: bool
-    ) -> Iterator[AttentionConfig]:
+    def attention(self, kind: plan.StepKind, window: int) -> Iterator[AttentionConfig]:
         """Of steps of one kind.
-
-        A record's config takes the place of its own kernel's default, also in steps of
-        prefills and decodes together.
 
         Args:
             kind: of the steps.
             window: sliding window of the layers; 0: none.
-            has_prefill: whether they have prefills.
         """
-        default = plan.default_config(
-            num_queries_per_kv=self.model.num_queries_per_kv,
-            num_kv_heads=self.model.num_kv_heads,
-            head_size=self.model.head_size,
-            dtype=DTYPES[self.model.dtype],
-            block_size=self.limits.block_size,
-            device=self.device,
-            kind=kind,
-        )
-        decodes, prefills = {default.decode: None}, {default.prefill: None}
-        if not has_prefill or kind.mixed:
-            key = decode_key(
-                self.model,
-                self.limits,
-                num_seqs=kind.max_decodes,
-                sliding_window=window,
+        yield default_of(self.model, self.limits, self.device, kind)
+        if self.lookup is not None:
+            config = recorded_for(
+                self.lookup, self.model, self.limits, self.device, kind, window
             )
-            decodes |= dict.fromkeys(self._recorded(key))
-        if has_prefill:
-            for num_tokens in prefill_token_buckets(self.limits):
-                key = prefill_key(
-                    self.model,
-                    self.limits,
-                    num_tokens=num_tokens,
-                    no_context=kind.no_context,
-                    sliding_window=window,
-                )
-                prefills |= dict.fromkeys(self._recorded(key))
-        for prefill, decode in itertools.product(prefills, decodes):
-            yield replace(default, prefill=prefill, decode=decode)
+            if config is not None:
+                yield config
 
     def norm(self, norm: NormShape, num_rows: int) -> Iterator[KernelConfig | None]:
         """Of a call of `norm`; None: the default."""
