@@ -8,6 +8,7 @@ directory takes its place; failing that, the image's cache serves as it is.
 """
 
 import contextlib
+import json
 import os
 import shutil
 import sys
@@ -33,6 +34,7 @@ def seed(baked: Path, cache: Path) -> int:
             if target.exists():
                 continue
             copy = shutil.copytree(entry, Path(scratch, entry.name))
+            point_to(copy, target)
             try:
                 copy.rename(target)
             except OSError:
@@ -40,6 +42,16 @@ def seed(baked: Path, cache: Path) -> int:
                     raise
             num_copied += 1
     return num_copied
+
+
+def point_to(entry: Path, target: Path) -> None:
+    """Let Triton's lists of an entry's files, which hold full paths, name target's."""
+    for listing in entry.glob("__grp__*.json"):
+        listed = json.loads(listing.read_text())
+        listed["child_paths"] = {
+            name: str(target / name) for name in listed["child_paths"]
+        }
+        listing.write_text(json.dumps(listed))
 
 
 def prepare(baked: Path, cache: Path) -> Path:

@@ -113,5 +113,9 @@ case $step in
     chmod 644 "$scratch/records.zip"
     portable no "$scratch" cache import /shared/records.zip
     ;;
-  verify) portable yes "$scratch" cache verify ;;
+  verify)
+    # Only the user cache is verified: what the image brings goes there first.
+    [ "$tool" = local ] || portable no "$scratch" cache merge /opt/portable-backend/records
+    portable yes "$scratch" cache verify
+    ;;
 esac

@@ -106,14 +106,19 @@ make_base() {
     fail "debootstrap failed; see $work/debootstrap.log (--keep)"
   took "debootstrap"
   say "installing vLLM into it"
-  mv "$work/wheels" "$mounted/wheels"
-  # As scripts/install.sh does it.
-  env -i PATH=/usr/bin:/bin chroot "$mounted" sh -euc '
-    python3 -m venv /opt/vllm
-    /opt/vllm/bin/pip install --quiet --no-index --no-cache-dir --find-links /wheels "$@"
-    /opt/vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
-    ' sh "${packages[@]}"
-  mv "$mounted/wheels" "$work/wheels"
+  # As scripts/install.sh does it. The mount ends with its namespace.
+  # shellcheck disable=SC2016
+  unshare --mount --propagation private env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin \
+    sh -euc '
+      mount --bind "$1" "$2/mnt"
+      root=$2
+      shift 2
+      chroot "$root" python3 -m venv /opt/vllm
+      chroot "$root" /opt/vllm/bin/pip install --quiet --no-index --no-cache-dir \
+        --find-links /mnt "$@"
+      chroot "$root" /opt/vllm/bin/pip uninstall --quiet --yes \
+        torchvision torchaudio torchcodec
+      ' sh "$work/wheels" "$mounted" "${packages[@]}"
   rm -rf "$mounted"/var/cache/apt/archives "$mounted"/var/lib/apt/lists/*
   took "install vLLM in the base"
   say "committing the base"
@@ -211,7 +216,7 @@ took "download the model"
 selection=()
 [ ${#variants[@]} = 2 ] || selection=(--only "${variants[0]}")
 "$root/scripts/build_images.sh" --tool buildah --name localhost/portable-backend --tag test \
-  --base "$base" "${selection[@]}"
+  --base "$base" --build-arg GPU_ARCHS=sm90,gfx90a "${selection[@]}"
 took "build ${variants[*]}"
 for variant in "${variants[@]}"; do
   check_image "localhost/portable-backend-$variant:test" "$variant"
