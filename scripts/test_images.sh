@@ -123,7 +123,8 @@ make_base() {
   took "install vLLM in the base"
   say "committing the base"
   buildah umount "$container" >/dev/null
-  buildah config --env PATH=/opt/vllm/bin:/usr/local/bin:/usr/bin:/bin "$container"
+  buildah config --env PATH=/opt/vllm/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
+    "$container"
   base=localhost/vllm-cpu-base:0.32.0
   buildah commit --quiet --format docker --rm "$container" "$base" >/dev/null
   took "commit the base"
