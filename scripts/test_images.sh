@@ -101,7 +101,7 @@ make_base() {
   say "making Debian"
   container=$(buildah from scratch)
   mounted=$(buildah mount "$container")
-  debootstrap --variant=minbase --include=python3,python3-venv,ca-certificates \
+  debootstrap --variant=minbase --include=python3,python3-venv,ca-certificates,libnuma1 \
     bookworm "$mounted" http://deb.debian.org/debian >"$work/debootstrap.log" ||
     fail "debootstrap failed; see $work/debootstrap.log (--keep)"
   took "debootstrap"
@@ -147,6 +147,7 @@ inside() {
     shift 3
     mount --bind "$root" "$root"
     mount -t proc proc "$root/proc"
+    mount --rbind /sys "$root/sys"
     mount --rbind /dev "$root/dev"
     mount -t tmpfs -o mode=1777 tmpfs "$root/tmp"
     mount --bind "$cache" "$root/cache"
