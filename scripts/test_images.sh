@@ -201,8 +201,10 @@ check_image() {
     python3 -IS /opt/portable-backend/healthcheck.py
     ' sh "${options[@]}" | tee "$work/answer"
   grep -q Paris "$work/answer"
-  [ -d "$shared/model" ] ||
+  if [ ! -d "$shared/model" ]; then
     cp -r "$work/cache-$container/quickstart/smollm2-135m-instruct" "$shared/model"
+    chmod -R a+rX "$shared/model"
+  fi
   took "$variant: a served request"
   buildah rm "$container" >/dev/null
 }
