@@ -106,6 +106,7 @@ def _vllm_config(shape: AttentionShape) -> Any:
         ),
         model_config=SimpleNamespace(
             dtype=DTYPES[shape.dtype],
+            max_model_len=32768,
             get_num_attention_heads=lambda _: shape.heads[0],
         ),
         scheduler_config=SimpleNamespace(max_num_seqs=256, max_num_batched_tokens=8192),
