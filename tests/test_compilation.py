@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 STUB_TESTS = Path(__file__).with_name("stub_compilation.py")
 
 
+@pytest.mark.long
 def test_compilation_ahead_of_launches():
     """With Triton's interpreter off, which is decided when it is first imported."""
     command = [sys.executable, "-P", "-m", "pytest", "-q", "--tb=short"]

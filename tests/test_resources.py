@@ -99,7 +99,13 @@ KEYS = [
 ]
 
 
-@pytest.mark.parametrize("key", KEYS, ids=str)
+@pytest.mark.parametrize(
+    "key",
+    [
+        pytest.param(k, id=str(k), marks=[pytest.mark.long] * (i % 4 > 0))
+        for i, k in enumerate(KEYS)
+    ],
+)
 def test_defaults_and_their_neighbours_are_never_pruned(key):
     space = spec_of(key).bound(key, H200)
     default = spec_of(key).default(key, H200)

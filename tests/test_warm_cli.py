@@ -19,6 +19,7 @@ from portable_backend.warmup.triton_cache import relocate, shared_bytes, size_by
 STUB_TESTS = Path(__file__).with_name("stub_warming.py")
 
 
+@pytest.mark.long
 def test_warming_beside_a_stub_gpu():
     """With Triton's interpreter off, which is decided when it is first imported."""
     command = [sys.executable, "-P", "-m", "pytest", "-q", "--tb=short"]
