@@ -360,6 +360,7 @@ def test_a_setting_that_is_none_is_a_warning(run, monkeypatch):
 
 
 def test_our_kernels_in_the_place_of_hugging_faces(run, tmp_path, monkeypatch):
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
     ours = tmp_path / "kernels"
     ours.mkdir()
     code, found = run()

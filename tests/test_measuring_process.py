@@ -47,7 +47,7 @@ KILLED = [
 
 
 def process(make: str = "make", **options) -> MeasuringProcess:
-    path = os.pathsep.join([TESTS, os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join(filter(None, [TESTS, os.environ.get("PYTHONPATH")]))
     env = {"PYTHONPATH": path, "TRITON_INTERPRET": "1"} | options.pop("env", {})
     usual = {"device": "cpu", "limit_s": 3.0}
     make = f"planted_workloads:{make}"
@@ -308,7 +308,7 @@ trials(measuring, sys.argv[1])
 
 
 def test_a_parent_that_is_killed_leaves_no_child():
-    path = os.pathsep.join([TESTS, os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join(filter(None, [TESTS, os.environ.get("PYTHONPATH")]))
     parent = subprocess.Popen(
         [sys.executable, "-P", "-c", _PARENT, "hang"],
         stdout=subprocess.PIPE,
