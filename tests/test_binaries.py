@@ -12,6 +12,7 @@ STUB_TESTS = Path(__file__).with_name("stub_binaries.py")
 
 
 @pytest.mark.vllm
+@pytest.mark.long
 def test_steps_against_the_list_of_binaries():
     """With Triton's interpreter off, which is decided when it is first imported."""
     pytest.importorskip("vllm", reason="needs the back end, and so vLLM")
