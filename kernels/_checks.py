@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+import operator
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from portable_backend.errors import bad_argument
 from portable_backend.kernels.config import AttentionConfig
@@ -420,11 +419,11 @@ def check_lengths(batch: PagedBatch, device: torch.device) -> int:
 
 def check_host_lengths(
     batch: PagedBatch, num_seqs: int, num_tokens: int
-) -> tuple[NDArray[Any], int]:
+) -> tuple[list[int], int]:
     """Query lengths and their sum, if what the host knows agrees with itself.
 
     On a CPU also with query_start_loc; elsewhere looking would wait for the device.
-    NumPy, since each of torch's small operations costs the host microseconds.
+    A list, since each small operation of torch or NumPy costs the host a microsecond.
     """
     starts = batch.query_start_loc_cpu
     right = (
@@ -452,9 +451,8 @@ def check_host_lengths(
             "other numbers",
             "pass query_start_loc.cpu()",
         )
-    lens = np.diff(starts.numpy())
-    longest = int(lens.max()) if lens.size else 0
-    total = int(lens.sum())
+    lens = differences(starts)
+    longest, total = max(lens, default=0), sum(lens)
     if longest > batch.max_query_len or total > num_tokens:
         raise bad_argument(
             "batch.max_query_len and num_tokens",
@@ -463,3 +461,9 @@ def check_host_lengths(
             "pass upper bounds",
         )
     return lens, total
+
+
+def differences(starts: torch.Tensor) -> list[int]:
+    """Lengths of the ranges that begin and end at `starts` [n + 1], on the CPU."""
+    values: list[int] = starts.numpy().tolist()
+    return list(map(operator.sub, values[1:], values))

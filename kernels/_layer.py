@@ -60,36 +60,62 @@ class AttentionLayer:
         self.kind: int = kind
 
 
+def look_of(
+    query: torch.Tensor,
+    out: torch.Tensor,
+    layer: AttentionLayer,
+    addresses: tuple[int, int],
+    new: tuple[torch.Tensor, torch.Tensor] | None,
+) -> tuple[object, ...]:
+    """What checks and launches depend on beside the step and the layer's kind.
+
+    It is compared with that of the step's layer before, not hashed: made in a third of
+    the time of a signature. The tensors' sizes are part of it.
+
+    Args:
+        addresses: of out and query.
+        new: this step's key and value, where they are read.
+    """
+    key_ptr, value_ptr = layer.addresses
+    look: tuple[object, ...] = (
+        query.shape, query.stride(), query.dtype, query.device,
+        out.shape, out.stride(), out.dtype, out.device,
+        pointer_classes(
+            addresses[0] | addresses[1] | key_ptr | value_ptr,
+            (out, query, layer.key_cache, layer.value_cache),
+        ),
+    )  # fmt: skip
+    if layer.per_head:
+        options = layer.options
+        look = (*look, *map(_per_head, (options.sinks, options.alibi_slopes)))
+    if new is not None:
+        look = (*look, new[0].shape, new[1].shape, *map(new_layout, new))
+    return look
+
+
 def signature_of(
     query: torch.Tensor,
     out: torch.Tensor,
     layer: AttentionLayer,
     step_kinds: tuple[object, ...],
     merges: bool,
-    addresses: tuple[int, int],
 ) -> tuple[tuple[object, ...], int, int]:
     """What checks and launches depend on, and the rows of query and out.
 
-    A step's layers repeat it, and so do the next steps: the numbers of tokens and of
-    requests are no part of it.
+    Steps repeat it: the numbers of tokens and of requests are no part of it.
 
     Args:
         step_kinds: all of the step that decides which binaries are launched.
         merges: whether the merge kernel is.
-        addresses: of out and query.
     """
     # No name for the shapes' other axes: tensors of another rank get here too.
     num_tokens, *query_axes = query.shape or (0,)
     out_tokens, *out_axes = out.shape or (0,)
-    key_ptr, value_ptr = layer.addresses
+    tensors = (out, query, layer.key_cache, layer.value_cache)
     signature: tuple[object, ...] = (
         *query_axes, query.stride(), query.dtype, query.device, num_tokens == 0,
         *out_axes, out.stride(), out.dtype, out.device, out_tokens == 0,
-        layer.kind, step_kinds, merges,
-        pointer_classes(
-            addresses[0] | addresses[1] | key_ptr | value_ptr,
-            (out, query, layer.key_cache, layer.value_cache),
-        ),
+        layer.kind, step_kinds, merges, *map(pointer_class, tensors),
     )  # fmt: skip
     if layer.per_head:
         options = layer.options

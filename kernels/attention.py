@@ -30,7 +30,12 @@ from portable_backend.kernels._direct import (
     Launch,
     pointer_class,
 )
-from portable_backend.kernels._layer import AttentionLayer, new_layout, signature_of
+from portable_backend.kernels._layer import (
+    AttentionLayer,
+    look_of,
+    new_layout,
+    signature_of,
+)
 from portable_backend.kernels._softmax import LOG2E
 from portable_backend.kernels.config import AttentionConfig, KernelConfig
 from portable_backend.kernels.decode import _decode_kernel, _merge_kernel
@@ -184,27 +189,16 @@ def attend(
     merger = plan.merger
     merges = merger == "kernel" or (merger == "captured" and capturing())
     addresses = (out.data_ptr(), query.data_ptr())
-    signature, num_tokens, out_tokens = signature_of(
-        query, out, layer, step.kinds, merges, addresses
-    )
     new: tuple[Any, Any] | None = None
     if step.reads_new and key is not None and value is not None:
         new = (key, value)
-        needed = plan.num_tokens or num_tokens
-        for name, tensor in (("key", key), ("value", value)):
-            if tensor.dim() != 3 or tensor.shape[0] < needed:
-                raise bad_argument(
-                    name,
-                    f"[at least {needed} tokens, num_kv_heads, head_size]",
-                    list(tensor.shape),
-                    "pass the step's new tokens, or None",
-                )
-        signature = (*signature, new_layout(key), new_layout(value))
-    binding = planner.bindings.get(signature)
-    if binding is None or out_tokens < num_tokens or plan.num_tokens > num_tokens:
-        # Raises where a tensor has too few rows, whatever is bound already.
-        binding = _bind(query, key_cache, value_cache, batch, options, out, new, merges)
-        planner.bindings[signature] = binding
+    look = look_of(query, out, layer, addresses, new)
+    seen = step.seen.get((layer.kind, merges))
+    if seen is not None and seen[0] == look:
+        binding = seen[1]
+    else:
+        binding = _binding_for(query, layer, batch, plan, step, out, new, merges)
+        step.seen[layer.kind, merges] = (look, binding)
     if plan.num_seqs == 0:
         return out
     if planned_before and planner.info.platform == "interpreter":
@@ -234,6 +228,40 @@ def attend(
     return out
 
 
+def _binding_for(
+    query: torch.Tensor,
+    layer: AttentionLayer,
+    batch: PagedBatch,
+    plan: AttentionPlan,
+    step: _Step,
+    out: torch.Tensor,
+    new: tuple[torch.Tensor, torch.Tensor] | None,
+    merges: bool,
+) -> _Binding:
+    """The launches for tensors of this look, checked once in the planner's life."""
+    signature, num_tokens, out_tokens = signature_of(
+        query, out, layer, step.kinds, merges
+    )
+    if new is not None:
+        needed = plan.num_tokens or num_tokens
+        for name, tensor in zip(("key", "value"), new, strict=True):
+            if tensor.dim() != 3 or tensor.shape[0] < needed:
+                raise bad_argument(
+                    name,
+                    f"[at least {needed} tokens, num_kv_heads, head_size]",
+                    list(tensor.shape),
+                    "pass the step's new tokens, or None",
+                )
+        signature = (*signature, *map(new_layout, new))
+    bindings = plan.planner.bindings
+    binding: _Binding | None = bindings.get(signature)
+    if binding is None or out_tokens < num_tokens or plan.num_tokens > num_tokens:
+        # Raises where a tensor has too few rows, whatever is bound already.
+        binding = _bind(query, layer, batch, out, new, merges)
+        bindings[signature] = binding
+    return binding
+
+
 def _softcap_by(softcap: float | None, dtype: torch.dtype) -> int:
     """How exact tanh must be: to a part of its result, or only of the cap.
 
@@ -254,7 +282,9 @@ def capturing() -> bool:
 class _Step:
     """A planned batch as every layer of the step sees it."""
 
-    __slots__ = ("addresses", "kinds", "reads_new", "stride_table", "tensors")
+    __slots__ = (
+        "addresses", "kinds", "reads_new", "seen", "stride_table", "tensors",
+    )  # fmt: skip
 
     def __init__(
         self, batch: PagedBatch, plan: AttentionPlan, device: torch.device
@@ -270,6 +300,8 @@ class _Step:
             and plan.no_context
             and plan.config.prefill["LOAD"] == "new"
         )
+        # By kind of layer and who merges: the last look of its tensors, its launches.
+        self.seen: dict[tuple[int, bool], tuple[tuple[object, ...], _Binding]] = {}
         # All of the step that decides which binaries are launched.
         self.kinds = (
             plan.choice.number, plan.num_items > 0,
@@ -322,15 +354,14 @@ class _Binding:
 
 def _bind(
     query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
+    layer: AttentionLayer,
     batch: PagedBatch,
-    options: AttentionOptions,
     out: torch.Tensor,
     new: tuple[torch.Tensor, torch.Tensor] | None,
     merges: bool,
 ) -> _Binding:
     """Check everything and fix what the layers of one signature share."""
+    key_cache, value_cache, options = layer.key_cache, layer.value_cache, layer.options
     plan = batch.plan
     assert plan is not None
     planner = plan.planner

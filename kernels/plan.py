@@ -372,14 +372,16 @@ class AttentionPlanner:
         longest = min(batch.max_query_len, num_tokens)
         decode_query_len = min(max(longest, 1), self.max_decode_query_len)
         has_prefill = longest > self.max_decode_query_len
-        num_decodes, exact_tokens, long_lens = num_seqs, 0, None
+        num_decodes, exact_tokens = num_seqs, 0
+        long_lens: list[int] | None = None
         if batch.query_start_loc_cpu is not None:
             lens, exact_tokens = check_host_lengths(batch, num_seqs, num_tokens)
-            short_lens = lens[(lens > 0) & (lens <= self.max_decode_query_len)]
-            num_decodes = short_lens.size
-            decode_query_len = int(short_lens.max()) if num_decodes else 1
-            long_lens = lens[lens > self.max_decode_query_len]
-            has_prefill = long_lens.size > 0
+            limit = self.max_decode_query_len
+            short_lens = [n for n in lens if 0 < n <= limit]
+            num_decodes = len(short_lens)
+            decode_query_len = max(short_lens, default=1)
+            long_lens = [n for n in lens if n > limit]
+            has_prefill = bool(long_lens)
         # Lengths have no say: a captured graph of decodes is replayed with others.
         choice = self.choice_for(
             StepKind.of(num_decodes, batch.no_context, has_prefill)
@@ -387,7 +389,7 @@ class AttentionPlanner:
         tile_tokens, can_split = choice.tile_tokens, choice.can_split
         num_tiles = 0
         if long_lens is not None:
-            num_tiles = int(((long_lens + tile_tokens - 1) // tile_tokens).sum())
+            num_tiles = sum(cdiv(n, tile_tokens) for n in long_lens)
         elif has_prefill:
             num_tiles = num_tokens // tile_tokens + num_seqs
         row_blocks, block_m, target = choice.grids[decode_query_len]

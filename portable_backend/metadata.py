@@ -7,7 +7,6 @@ import logging
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from vllm.v1.attention.backend import (
     AttentionCGSupport,
@@ -17,6 +16,7 @@ from vllm.v1.attention.backend import (
 
 from portable_backend.errors import UnsupportedError
 from portable_backend.kernels import AttentionPlanner, PagedBatch
+from portable_backend.kernels._checks import differences
 from portable_backend.tuned import configs_for_engine
 from portable_backend.warmup.buckets import EngineLimits
 
@@ -152,10 +152,12 @@ class PortableMetadataBuilder(AttentionMetadataBuilder[PortableMetadata]):
             return
         metadata.query_start_loc_cpu = starts
         if bound is not None:
-            query_lens = np.diff(starts.numpy())
-            cached = bound[:num_reqs].numpy() > query_lens
-            prefills = query_lens > self.max_decode_query_len
-            metadata.no_context = not bool((cached & prefills).any())
+            limit = self.max_decode_query_len
+            seq_lens = bound.numpy()[:num_reqs].tolist()
+            metadata.no_context = not any(
+                limit < new < total
+                for new, total in zip(differences(starts), seq_lens, strict=True)
+            )
 
     def _plan(self, metadata: PortableMetadata) -> None:
         batch = metadata.unplanned()

@@ -16,6 +16,8 @@ from portable_backend.kernels import (
     rms_norm,
     write_kv_cache,
 )
+from portable_backend.kernels._layer import AttentionLayer
+from portable_backend.kernels.attention import attend
 
 HEADS = {"num_query_heads": 4, "num_kv_heads": 2, "head_size": 64}
 LIMITS = {"max_num_seqs": 4, "max_num_tokens": 64}
@@ -157,6 +159,37 @@ def test_a_query_shorter_than_its_plan_is_refused(device):
         "at most 5 tokens",
         lambda: paged_attention(query, cache, cache, batch, OPTIONS, out=query),
         device,
+    )
+
+
+def test_each_layer_of_a_step_is_looked_at(device):
+    # What the first layer's tensors passed says nothing of the next one's.
+    batch = make_planner(device).plan(make_batch(device), 13)
+    query, cache = make_tensors(device)
+    query.uniform_(-1, 1)
+    cache.uniform_(-1, 1)
+    layer = AttentionLayer(cache, cache, OPTIONS)
+    expected = attend(query, layer, batch, out=torch.empty_like(query))
+    wide = torch.empty(13, 4, 128, device=device)[..., :64]
+    wide.copy_(query)
+    torch.testing.assert_close(
+        attend(wide, layer, batch, out=torch.empty_like(wide)), expected
+    )
+    for changes in (
+        {"out": torch.empty_like(query[:5])},
+        {"out": torch.empty_like(query).half()},
+        {"query": query[:5]},
+        {"query": query[:, :2]},
+        {"query": query.half()},
+    ):
+        arguments = {"query": query, "out": torch.empty_like(query)} | changes
+        refuses(
+            r"query|out|batch\.plan",
+            lambda arguments=arguments: attend(layer=layer, batch=batch, **arguments),
+            device,
+        )
+    torch.testing.assert_close(
+        attend(query, layer, batch, out=torch.empty_like(query)), expected
     )
 
 
