@@ -6,6 +6,11 @@ from typing import Any
 
 import triton
 
+from portable_backend.kernels._interpreter import quicken
+
+if triton.knobs.runtime.interpret:
+    quicken()
+
 
 def device_function(fn: Callable[..., Any]) -> Any:
     """`triton.jit` for a function that only kernels call.

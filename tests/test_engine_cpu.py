@@ -55,6 +55,9 @@ def _environment(*, paths: tuple[Path, ...] = (), **variables: str) -> dict[str,
         "PYTHONSAFEPATH": "1",
         "TRITON_INTERPRET": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
+        # Left alone, every engine binds its worker to the same core.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         **variables,
@@ -82,6 +85,13 @@ def _run_engine(folder: Path, name: str, spec: dict, env: dict[str, str]):
     text = log.read_text()
     assert done.returncode == 0, text[-4000:]
     return json.loads(result.read_text()), text
+
+
+def _reference(folder: Path, spec: dict, **environment) -> tuple[dict, str]:
+    """(result, log) of an engine without us, in one process: three take longer."""
+    alone = {"llm": spec["llm"] | {"distributed_executor_backend": "uni"}}
+    env = _environment(VLLM_ENABLE_V1_MULTIPROCESSING="0", **environment)
+    return _run_engine(folder, "reference", spec | alone, env)
 
 
 def _assert_same_tokens(ours: dict, reference: dict) -> None:
@@ -225,10 +235,10 @@ def test_smollm2_gives_the_same_tokens_as_cpu_attn(tmp_path):
     except RuntimeError as error:
         pytest.skip(str(error).splitlines()[0])
     llm = {"model": str(model), "block_size": 32, "max_num_batched_tokens": 64}
-    llm |= {"enforce_eager": True, **COMMON}
+    llm |= {"enforce_eager": True, "dtype": "float32", **COMMON}
     # The second list finds the long prompt in the prefix cache.
     spec = {"llm": llm, "batches": [PROMPTS, PROMPTS[-1:]], "max_tokens": [8, 2]}
-    reference, _ = _run_engine(tmp_path, "reference", spec, _environment())
+    reference, _ = _reference(tmp_path, spec)
     llm |= {"attention_backend": "portable", "worker_extension_cls": EXTENSION}
     ours, log = _run_engine(tmp_path, "portable", spec, _environment())
     assert ACTIVE.search(log)
@@ -273,8 +283,7 @@ def test_windowed_mistral_with_ngram_speculation(models, tmp_path):
         "plugin.ensure_member = fail\n"
     )
     spec = _spec(models["mistral"], enforce_eager=True)
-    env = _environment(paths=(broken,))
-    reference, log = _run_engine(tmp_path, "reference", spec, env)
+    reference, log = _reference(tmp_path, spec, paths=(broken,))
     assert "RuntimeError: enum is frozen" in log
     assert not ACTIVE.search(log)
 
