@@ -31,11 +31,11 @@ def quicken() -> None:
         dtype_of = module._get_np_dtype
         call = function.__call__
         debug = triton.knobs.runtime.debug
-        is_builtin, probe = core.is_builtin, core.full
+        is_builtin, _ = core.is_builtin, core.full
     except (ImportError, AttributeError) as error:
         logger.debug("The interpreter stays as it is: %s", error)
         return
-    if getattr(call, "quick", False) or not is_builtin(probe):
+    if getattr(call, "quick", False):
         return
     if not debug and hasattr(builder.options, "sanitize_overflow"):
         builder.options = type(builder.options)(sanitize_overflow=False)
