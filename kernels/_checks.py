@@ -418,14 +418,18 @@ def check_lengths(batch: PagedBatch, device: torch.device) -> int:
 
 
 def check_host_lengths(
-    batch: PagedBatch, num_seqs: int, num_tokens: int
+    starts: torch.Tensor, batch: PagedBatch, num_seqs: int, num_tokens: int
 ) -> tuple[list[int], int]:
     """Query lengths and their sum, if what the host knows agrees with itself.
 
     On a CPU also with query_start_loc; elsewhere looking would wait for the device.
     A list, since each small operation of torch or NumPy costs the host a microsecond.
+
+    Args:
+        starts: batch.query_start_loc_cpu, or query_start_loc itself on a CPU.
     """
-    starts = batch.query_start_loc_cpu
+    given = starts is batch.query_start_loc_cpu
+    name = "query_start_loc_cpu" if given else "query_start_loc"
     right = (
         isinstance(starts, torch.Tensor)
         and starts.shape == (num_seqs + 1,)
@@ -434,36 +438,42 @@ def check_host_lengths(
     )
     if not right:
         raise bad_argument(
-            "query_start_loc_cpu",
+            name,
             f"int32 [{num_seqs + 1}] on the CPU, or None",
             f"{starts.dtype} {list(starts.shape)} on {starts.device}"
             if isinstance(starts, torch.Tensor)
             else type(starts).__name__,
             "pass query_start_loc.cpu()",
         )
-    assert starts is not None
     if batch.query_start_loc.device.type == "cpu" and not torch.equal(
         starts.to(torch.int32), batch.query_start_loc
     ):
         raise bad_argument(
-            "query_start_loc_cpu",
+            name,
             "equal to query_start_loc",
             "other numbers",
             "pass query_start_loc.cpu()",
         )
-    lens = differences(starts)
-    longest, total = max(lens, default=0), sum(lens)
+    values = starts.numpy().tolist()
+    lens = differences(values)
+    if values[0] < 0 or min(lens, default=0) < 0:
+        raise bad_argument(
+            name,
+            "rising from 0",
+            values if num_seqs < 20 else f"{num_seqs + 1} numbers",
+            "pass the prefix sum of the query lengths",
+        )
+    longest, total = max(lens, default=0), values[-1]
     if longest > batch.max_query_len or total > num_tokens:
         raise bad_argument(
             "batch.max_query_len and num_tokens",
-            f"at least {longest} and {total}, as query_start_loc_cpu says",
+            f"at least {longest} and {total}, as {name} says",
             f"{batch.max_query_len} and {num_tokens}",
             "pass upper bounds",
         )
     return lens, total
 
 
-def differences(starts: torch.Tensor) -> list[int]:
-    """Lengths of the ranges that begin and end at `starts` [n + 1], on the CPU."""
-    values: list[int] = starts.numpy().tolist()
+def differences(values: list[int]) -> list[int]:
+    """From each to the next."""
     return list(map(operator.sub, values[1:], values))

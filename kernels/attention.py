@@ -7,6 +7,7 @@ kernels: prefill (long queries), decode (the rest, keys split), merge (of the sp
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -275,8 +276,12 @@ def _softcap_by(softcap: float | None, dtype: torch.dtype) -> int:
 
 def capturing() -> bool:
     """Whether launches go into a graph now instead of to the device."""
-    captures: bool = torch.cuda.is_current_stream_capturing()
-    return captures
+    return _gpu_is_there() and torch.cuda.is_current_stream_capturing()
+
+
+@functools.cache
+def _gpu_is_there() -> bool:
+    return torch.cuda.is_available()
 
 
 class _Step:

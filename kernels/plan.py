@@ -374,8 +374,13 @@ class AttentionPlanner:
         has_prefill = longest > self.max_decode_query_len
         num_decodes, exact_tokens = num_seqs, 0
         long_lens: list[int] | None = None
-        if batch.query_start_loc_cpu is not None:
-            lens, exact_tokens = check_host_lengths(batch, num_seqs, num_tokens)
+        host_starts = batch.query_start_loc_cpu
+        if host_starts is None and self.device.type == "cpu":
+            check_host_lengths(batch.query_start_loc, batch, num_seqs, num_tokens)
+        if host_starts is not None:
+            lens, exact_tokens = check_host_lengths(
+                host_starts, batch, num_seqs, num_tokens
+            )
             limit = self.max_decode_query_len
             short_lens = [n for n in lens if 0 < n <= limit]
             num_decodes = len(short_lens)

@@ -424,6 +424,8 @@ def _prefill_kernel(
         if not CAUSAL:
             end = tl.minimum(end, last_pos + window)
             full = tl.minimum(full, (first_pos + window) // BLOCK_N * BLOCK_N)
+    # Rows of a query longer than its request stand before position 0 and see nothing.
+    end = tl.maximum(end, 0)
     lo_full = tl.minimum(tl.maximum(lo_full, lo), tl.cdiv(end, BLOCK_N) * BLOCK_N)
     full = tl.maximum(full, lo_full)
     last = tl.maximum(end - 1, 0)

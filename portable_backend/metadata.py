@@ -156,7 +156,9 @@ class PortableMetadataBuilder(AttentionMetadataBuilder[PortableMetadata]):
             seq_lens = bound.numpy()[:num_reqs].tolist()
             metadata.no_context = not any(
                 limit < new < total
-                for new, total in zip(differences(starts), seq_lens, strict=True)
+                for new, total in zip(
+                    differences(starts.numpy().tolist()), seq_lens, strict=True
+                )
             )
 
     def _plan(self, metadata: PortableMetadata) -> None:

@@ -346,6 +346,10 @@ def test_captured_merges_launch_a_kernel_only_in_a_graph(in_graph, device, monke
     assert launch_counts(device)["merge"] - before == in_graph
 
 
+def test_merges_of_captured_graphs_are_decided_without_a_gpu_as_well(device):
+    check_case(Case(17, ((1, 150), (1, 77)), tiles=Tiles(merge="captured")), device)
+
+
 def test_whoever_merges_the_result_has_the_same_bits(device):
     """The order of the parts is fixed, that of their arrival is not."""
     seqs = ((1, 700), (2, 123), (1, 333), (1, 0), (3, 1000), *((1, 90),) * 9)

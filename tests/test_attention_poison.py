@@ -172,6 +172,27 @@ def test_seq_len_below_query_len_gives_finite_rows(device):
     assert torch.isfinite(oracle).all()
 
 
+@pytest.mark.parametrize("reference", ["running", "diagonal"])
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("causal", [True, False])
+def test_whole_tiles_before_the_first_position_read_nothing(
+    causal, window, reference, device
+):
+    """As above, with queries many tiles longer than their requests."""
+    seqs = ((70, 0), (90, 3), (65, 20))
+    case = Case(18, seqs, heads=(2, 1), window=window, causal=causal, tiles=Tiles())
+    inputs = make_inputs(case, device)
+    prefill = inputs.config.prefill.replace(REFERENCE=reference)
+    inputs.config = replace(inputs.config, prefill=prefill)
+    if device.type == "cpu":
+        # What stands before the table is no block: in the interpreter it shows.
+        table = inputs.batch.block_table
+        wide = torch.full((4, 64 + table.shape[1]), 2**31 - 1, dtype=torch.int32)
+        wide[1:, 64:] = table
+        inputs.batch = replace(inputs.batch, block_table=wide[1:, 64:])
+    check_inputs(inputs, case)
+
+
 def test_poison_in_one_request_stays_there(device):
     """NaN in a request's own keys is its own affair: its neighbours stay clean."""
     case = Case(11, ((1, 40), (1, 33), (20, 40)), heads=(2, 1), tiles=Tiles())

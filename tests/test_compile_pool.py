@@ -23,8 +23,6 @@ from portable_backend.warmup.compile_pool import (
 )
 from portable_backend.warmup.kernel_specs import spec_of
 
-pytestmark = pytest.mark.long
-
 SM90 = DeviceInfo.for_arch("sm90", 132)
 FAKE = Path(__file__).with_name("fake_compiler.py")
 KEY = decode_key()

@@ -15,10 +15,10 @@ import pytest
 import torch
 from kernel_cases import Case, bits, call, make_inputs, make_planner
 from kernel_draws import draw_case
+from stub_suites import check_suite
 
 from portable_backend.kernels import launch_counts, rms_norm, write_kv_cache
 
-STUB_TESTS = Path(__file__).with_name("stub_launches.py")
 SCRIPT = Path(__file__).parents[1] / "scripts" / "host_cost.py"
 
 
@@ -29,19 +29,7 @@ NO_GPU = pytest.mark.skipif(
 
 @NO_GPU
 def test_direct_launches_on_a_stub_gpu():
-    """With Triton's interpreter off, which is decided when it is first imported."""
-    command = [sys.executable, "-P", "-m", "pytest", "-q", "--tb=short"]
-    command += ["-p", "no:cacheprovider", "-p", "no:xdist", STUB_TESTS]
-    done = subprocess.run(
-        command,
-        env=os.environ | {"TRITON_INTERPRET": "0"},
-        cwd=STUB_TESTS.parent.parent,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-2000:]}"
-    assert " passed" in done.stdout
+    check_suite("stub_launches")
 
 
 @NO_GPU

@@ -18,8 +18,6 @@ from portable_backend.warmup import measuring_child
 from portable_backend.warmup.measuring_process import MeasuringError, MeasuringProcess
 from portable_backend.warmup.search import Budget, Proposal, search
 
-pytestmark = pytest.mark.long
-
 TESTS = str(Path(__file__).parent)
 GOOD = behaving("good")
 KEY = make_key()

@@ -127,6 +127,32 @@ def test_a_host_copy_with_other_numbers_is_refused_on_a_cpu(device):
     refuses("query_start_loc_cpu.*equal", lambda: planner.plan(batch, 13), device)
 
 
+@pytest.mark.parametrize(
+    ("starts", "longest", "says"),
+    [
+        ((0, 20, 10), 20, r"rising from 0.*\[0, 20, 10\]"),
+        ((-1, 4, 8), 8, "rising from 0"),
+        ((0, 4, 9000), 9000, "num_tokens.*9000"),
+        ((0, 30, 60), 20, "at least 30 and 60"),
+    ],
+)
+@pytest.mark.parametrize("host", [True, False])
+def test_lengths_that_would_overrun_the_buffers_are_refused_before_planning(
+    starts, longest, says, host, device
+):
+    if not host and device.type != "cpu":
+        pytest.skip("looking at them would wait for the device")
+    batch = make_batch(device, (4, 4), (20, 12))
+    starts = torch.tensor(starts, dtype=torch.int32)
+    batch = replace(
+        batch,
+        query_start_loc=starts.to(device),
+        query_start_loc_cpu=starts if host else None,
+        max_query_len=longest,
+    )
+    refuses(says, lambda: make_planner(device).plan(batch, 64), device)
+
+
 def test_a_plan_that_the_next_one_overwrote_is_refused(device):
     planner = make_planner(device)
     query, cache = make_tensors(device)

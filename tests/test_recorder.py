@@ -18,8 +18,6 @@ from portable_backend.warmup.search import Trial
 from portable_backend.warmup.sweeps import read_sweep, read_sweeps
 from portable_backend.warmup.trial_log import LogMismatchError
 
-pytestmark = pytest.mark.long
-
 ROOT = Path(__file__).resolve().parents[1]
 KEYS = [key_of(1), key_of(2)]
 

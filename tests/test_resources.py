@@ -101,10 +101,8 @@ KEYS = [
 
 @pytest.mark.parametrize(
     "key",
-    [
-        pytest.param(k, id=str(k), marks=[pytest.mark.long] * (i % 4 > 0))
-        for i, k in enumerate(KEYS)
-    ],
+    KEYS,
+    ids=str,
 )
 def test_defaults_and_their_neighbours_are_never_pruned(key):
     space = spec_of(key).bound(key, H200)

@@ -32,8 +32,6 @@ from portable_backend.warmup.tuning_report import (
     parse_message,
 )
 
-pytestmark = pytest.mark.long
-
 OPTIONS = TuneOptions(strategy="random", trials=20, warm_start=False, batch=2)
 UNITS = 12
 TUNE = """

@@ -2,12 +2,10 @@
 """`portable-backend warm`: what it refuses, and what it compiles for a stub GPU."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from stub_suites import check_suite
 from test_model_shapes import GEMMA2, GEMMA3, GPT_OSS, LLAMA, QWEN3
 
 from portable_backend import cli
@@ -16,25 +14,11 @@ from portable_backend.warmup.model_traits import ModelTraits, traits_of_config
 from portable_backend.warmup.targets import TARGETS, devices_of
 from portable_backend.warmup.triton_cache import relocate, shared_bytes, size_bytes
 
-STUB_TESTS = Path(__file__).with_name("stub_warming.py")
-
 
 @pytest.mark.long
 def test_warming_beside_a_stub_gpu():
-    """With Triton's interpreter off, which is decided when it is first imported."""
-    command = [sys.executable, "-P", "-m", "pytest", "-q", "--tb=short"]
-    command += ["-p", "no:cacheprovider", "-p", "no:xdist", STUB_TESTS]
     pytest.importorskip("vllm", reason="needs the back end, and so vLLM")
-    done = subprocess.run(
-        command,
-        env=os.environ | {"TRITON_INTERPRET": "0"},
-        cwd=STUB_TESTS.parent.parent,
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-2000:]}"
-    assert " passed" in done.stdout
+    check_suite("stub_warming")
 
 
 @pytest.fixture
