@@ -375,7 +375,7 @@ class AttentionPlanner:
         num_decodes, exact_tokens = num_seqs, 0
         long_lens: list[int] | None = None
         host_starts = batch.query_start_loc_cpu
-        if host_starts is None and self.device.type == "cpu":
+        if host_starts is None and self.info.platform == "interpreter":
             check_host_lengths(batch.query_start_loc, batch, num_seqs, num_tokens)
         if host_starts is not None:
             lens, exact_tokens = check_host_lengths(
