@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from portable_backend.kernels._direct import Bindings, pointer_class, pointer_classes
+from portable_backend.kernels import _direct
+from portable_backend.kernels._direct import Bindings, pointer_class
 
 if TYPE_CHECKING:
     from portable_backend.kernels.attention import AttentionOptions
@@ -80,11 +81,10 @@ def look_of(
     look: tuple[object, ...] = (
         query.shape, query.stride(), query.dtype, query.device,
         out.shape, out.stride(), out.dtype, out.device,
-        pointer_classes(
-            addresses[0] | addresses[1] | key_ptr | value_ptr,
-            (out, query, layer.key_cache, layer.value_cache),
-        ),
     )  # fmt: skip
+    if _direct.ON_HIP or (addresses[0] | addresses[1] | key_ptr | value_ptr) & 15:
+        tensors = (out, query, layer.key_cache, layer.value_cache)
+        look = (*look, *map(pointer_class, tensors))
     if layer.per_head:
         options = layer.options
         look = (*look, *map(_per_head, (options.sinks, options.alibi_slopes)))

@@ -195,11 +195,10 @@ def attend(
         new = (key, value)
     look = look_of(query, out, layer, addresses, new)
     seen = step.seen.get((layer.kind, merges))
-    if seen is not None and seen[0] == look:
-        binding = seen[1]
-    else:
+    if seen is None or seen.look != look:
         binding = _binding_for(query, layer, batch, plan, step, out, new, merges)
-        step.seen[layer.kind, merges] = (look, binding)
+        seen = step.seen[layer.kind, merges] = _Seen(look, binding)
+    binding = seen.binding
     if plan.num_seqs == 0:
         return out
     if planned_before and planner.info.platform == "interpreter":
@@ -216,9 +215,19 @@ def attend(
             planner.buffers, new,
         )  # fmt: skip
         binding.ready = all(launch.ready for launch in binding.launches)
+    elif seen.alone is not None:
+        middle, tail = seen.alone
+        binding.decode(
+            stream, step.decode_programs, plan.row_blocks,
+            (addresses[0], *middle, addresses[1], *layer.addresses, *tail),
+        )  # fmt: skip
     else:
         buffers = planner.addresses
         unused = buffers.header
+        if binding.decode_is_alone and not layer.per_head:
+            pointers = (step.addresses[0], unused, unused)
+            tail = _decode_tail(binding, plan, step, pointers, buffers)
+            seen.alone = ((buffers.partial, buffers.lse), tail)
         _launch(
             binding, plan, step, stream,
             (*addresses, *layer.addresses, *step.addresses,
@@ -284,11 +293,27 @@ def _gpu_is_there() -> bool:
     return torch.cuda.is_available()
 
 
+class _Seen:
+    """The look of a layer's tensors in a step, and its launches.
+
+    Where a step takes nothing but a decode launch, that one's arguments are kept too:
+    all between the addresses of out and query, and all behind those of the caches.
+    """
+
+    __slots__ = ("alone", "binding", "look")
+
+    def __init__(self, look: tuple[object, ...], binding: _Binding) -> None:
+        self.look = look
+        self.binding = binding
+        self.alone: tuple[tuple[Any, ...], tuple[Any, ...]] | None = None
+
+
 class _Step:
     """A planned batch as every layer of the step sees it."""
 
     __slots__ = (
-        "addresses", "kinds", "reads_new", "seen", "stride_table", "tensors",
+        "addresses", "decode_programs", "kinds", "reads_new", "seen", "stride_table",
+        "tensors",
     )  # fmt: skip
 
     def __init__(
@@ -305,8 +330,8 @@ class _Step:
             and plan.no_context
             and plan.config.prefill["LOAD"] == "new"
         )
-        # By kind of layer and who merges: the last look of its tensors, its launches.
-        self.seen: dict[tuple[int, bool], tuple[tuple[object, ...], _Binding]] = {}
+        self.decode_programs = plan.num_items * plan.planner.num_kv_heads
+        self.seen: dict[tuple[int, bool], _Seen] = {}  # by kind of layer, who merges
         # All of the step that decides which binaries are launched.
         self.kinds = (
             plan.choice.number, plan.num_items > 0,
@@ -331,9 +356,9 @@ class _Binding:
     """A signature that passed the checks, and its launches."""
 
     __slots__ = (
-        "decode", "decode_descriptors", "launches", "merge", "merges",
-        "new_descriptors", "prefill", "prefill_descriptors", "ready", "scalars",
-        "strides",
+        "decode", "decode_descriptors", "decode_is_alone", "launches", "merge",
+        "merges", "new_descriptors", "prefill", "prefill_descriptors", "ready",
+        "scalars", "strides",
     )  # fmt: skip
 
     def __init__(
@@ -351,6 +376,7 @@ class _Binding:
         self.decode, self.merge, self.prefill = launches
         self.launches = [x for x, need in zip(launches, needed, strict=True) if need]
         self.merges = needed[1]
+        self.decode_is_alone = self.launches == [self.decode] and not decode_descriptors
         self.decode_descriptors = decode_descriptors
         self.prefill_descriptors = prefill_descriptors
         self.new_descriptors = new_descriptors
@@ -497,7 +523,7 @@ def _launch(
     Decode waits for nothing that prefill does: it may start where that leaves room.
     """
     out, query, key_cache, value_cache, table, starts, sinks, slopes = pointers
-    header, items, splits, tiles, counts, arrivals, partial, lse = buffers
+    header, _, splits, tiles, counts, _, partial, lse = buffers
     planner = plan.planner
     if plan.num_tiles:
         caches = (key_cache, value_cache)
@@ -520,12 +546,10 @@ def _launch(
         if binding.decode_descriptors is not None:
             describe_key, describe_value = binding.decode_descriptors
             caches = (describe_key(key_cache), describe_value(value_cache))
+        tail = _decode_tail(binding, plan, step, (table, sinks, slopes), buffers)
         binding.decode(
-            stream, plan.num_items * planner.num_kv_heads, plan.row_blocks,
-            (out, partial, lse, query, *caches, table, sinks, slopes,
-             header, items, splits, arrivals, counts, *binding.strides,
-             step.stride_table, num_rows,
-             *binding.scalars),
+            stream, step.decode_programs, plan.row_blocks,
+            (out, partial, lse, query, *caches, *tail),
         )  # fmt: skip
         if binding.merges:
             rows = plan.decode_query_len * planner.num_query_heads
@@ -534,6 +558,21 @@ def _launch(
                 (out, partial, lse, starts, splits, counts, *binding.strides[:2],
                  num_rows),
             )  # fmt: skip
+
+
+def _decode_tail(
+    binding: _Binding,
+    plan: AttentionPlan,
+    step: _Step,
+    pointers: tuple[Any, Any, Any],
+    buffers: tuple[Any, ...],
+) -> tuple[Any, ...]:
+    """Decode's arguments behind the caches: of block table, sinks and slopes on."""
+    header, items, splits, _, counts, arrivals, _, _ = buffers
+    return (
+        *pointers, header, items, splits, arrivals, counts, *binding.strides,
+        step.stride_table, plan.row_blocks * plan.block_m, *binding.scalars,
+    )  # fmt: skip
 
 
 def _plan_now(
