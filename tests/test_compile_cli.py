@@ -51,6 +51,7 @@ def run(capsys, *arguments):
     return code, capsys.readouterr()
 
 
+@pytest.mark.long
 def test_small_kernels_compile_for_both_vendors(fresh_cache_dir, capsys):
     code, said = run(
         capsys, "--target", "sm_80,gfx90a", "--kernel", "kv_cache", "--kernel",

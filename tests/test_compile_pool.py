@@ -247,6 +247,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.long
 def test_real_workers_end_when_their_parent_is_killed(fresh_cache_dir):
     folders = [str(FAKE.parent), os.environ.get("PYTHONPATH", "")]
     parent = subprocess.Popen(

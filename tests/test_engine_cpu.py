@@ -10,6 +10,7 @@ import json
 import os
 import random
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -228,12 +229,32 @@ PROMPTS = [
 ]
 
 
-def test_smollm2_gives_the_same_tokens_as_cpu_attn(tmp_path):
+def _first_layers(model: Path, layers: int, target: Path) -> Path:
+    """The model without its later layers."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(model, target)
+    config = json.loads((model / "config.json").read_text())
+    config["num_hidden_layers"] = layers
+    (target / "config.json").write_text(json.dumps(config))
+    for file in target.glob("*.safetensors"):
+        found = (
+            (re.search(r"layers\.(\d+)", n), n, t) for n, t in load_file(file).items()
+        )
+        kept = {n: t for layer, n, t in found if not layer or int(layer[1]) < layers}
+        save_file(kept, file, {"format": "pt"})
+    return target
+
+
+# All 30 layers take the interpreter minutes.
+@pytest.mark.parametrize("layers", [6, pytest.param(30, marks=pytest.mark.long)])
+def test_smollm2_gives_the_same_tokens_as_cpu_attn(layers, tmp_path):
     smollm2 = pytest.importorskip("smollm2")
     try:
         model = smollm2.model_dir()
     except RuntimeError as error:
         pytest.skip(str(error).splitlines()[0])
+    model = _first_layers(Path(model), layers, tmp_path / "model")
     llm = {"model": str(model), "block_size": 32, "max_num_batched_tokens": 64}
     llm |= {"enforce_eager": True, "dtype": "float32", **COMMON}
     # The second list finds the long prompt in the prefix cache.

@@ -106,6 +106,8 @@ def test_every_default_of_the_small_kernels_is_in_its_space(device):
 def test_whatever_is_drawn_or_bred_is_a_member(kernel, device):
     space, problems = SPACES[kernel]
     rng = random.Random(f"{kernel} {device.arch}")
+    if kernel == "rms_norm":  # its spaces differ by target in their limits alone
+        problems = rng.sample(list(problems), max(1, len(problems) // 3))
     for problem in problems:
         members = set(space.configs(problem, device))
         assert space.count(problem, device) == len(members)

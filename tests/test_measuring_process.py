@@ -86,6 +86,7 @@ def test_bad_configs_are_rejected_and_the_process_lives(
     assert pid_of(measuring) == before
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("behaviour", "invalid", "reason"), KILLED)
 def test_a_process_that_is_lost_is_replaced(behaviour, invalid, reason, measuring):
     trials(measuring, "good")
@@ -99,6 +100,7 @@ def test_a_process_that_is_lost_is_replaced(behaviour, invalid, reason, measurin
         os.kill(before, 0)
 
 
+@pytest.mark.long
 def test_a_config_that_eats_memory_is_stopped_at_the_limit():
     # Some machines take seconds to hand out a gigabyte.
     with process(limit_s=60.0, host_memory_mib=1200) as measuring:
@@ -184,6 +186,7 @@ def test_a_wrong_winner_is_not_confirmed(behaviour, measuring):
     assert not result.is_better
 
 
+@pytest.mark.long
 def test_a_winner_that_hangs_is_not_confirmed():
     with process(limit_s=0.5) as measuring:
         result = measuring.confirm(KEY, behaving("hang"), seed=0)
@@ -191,6 +194,7 @@ def test_a_winner_that_hangs_is_not_confirmed():
         assert measuring.confirm(KEY, GOOD, seed=0).wrong is None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("behaviour", ["hang", "segfault", "unheard of"])
 def test_a_bad_default_costs_no_candidate(behaviour):
     env = {"PLANTED_DEFAULT": behaviour}
@@ -205,6 +209,7 @@ def test_a_bad_default_costs_no_candidate(behaviour):
         assert result.time_us < math.inf
 
 
+@pytest.mark.long
 def test_inputs_that_do_not_fit_are_over_the_limit():
     with process("make_nothing") as measuring:
         assert measuring.roof_us(KEY) is None
@@ -216,6 +221,7 @@ def test_inputs_that_do_not_fit_are_over_the_limit():
         assert "900 GiB" in measuring.confirm(KEY, GOOD, seed=0).wrong
 
 
+@pytest.mark.long
 def test_a_workload_that_is_never_ready_costs_two_waits():
     with process("make_never", prepare_limit_s=1.5) as measuring:
         found = trials(measuring, "good", "wrong", "slow", "hang")
@@ -230,6 +236,7 @@ def test_what_is_known_of_the_device_comes_from_the_child(measuring):
     assert measuring.roof_us(KEY) == 3.5
 
 
+@pytest.mark.long
 def test_a_child_that_cannot_start_is_no_invalid_trial():
     with (
         process("no_such_function") as measuring,
@@ -277,6 +284,7 @@ def test_a_search_leaves_off_where_it_likes(measuring):
     assert pid_of(measuring) == before
 
 
+@pytest.mark.long
 def test_an_interrupt_ends_the_child(measuring):
     trials(measuring, "good")
     before = pid_of(measuring)
@@ -307,6 +315,7 @@ trials(measuring, sys.argv[1])
 """
 
 
+@pytest.mark.long
 def test_a_parent_that_is_killed_leaves_no_child():
     path = os.pathsep.join(filter(None, [TESTS, os.environ.get("PYTHONPATH")]))
     parent = subprocess.Popen(
@@ -341,6 +350,7 @@ def test_an_illegal_access_costs_the_context(measuring):
         assert pid_of(on_gpu) != before
 
 
+@pytest.mark.long
 def test_every_round_is_told_and_timed_unless_a_config_may_be_given_up(measuring):
     (slow,) = trials(measuring, "slow", rounds=4, incumbent=GOOD)
     assert len(slow.times_us) == 1 and 0 < slow.timing_s < slow.seconds

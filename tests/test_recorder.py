@@ -192,6 +192,7 @@ def run_script(*args):
     )
 
 
+@pytest.mark.long
 def test_the_script_records_real_kernels_in_the_interpreter(tmp_path):
     norm = {"dtype": "float32", "row_size": 48, "fused_add": 0}
     write = {"dtype": "float32", "head_size": 16, "num_kv_heads": 2, "num_tokens": 4}
@@ -217,6 +218,7 @@ def test_the_script_records_real_kernels_in_the_interpreter(tmp_path):
     assert json.loads(again.stdout) == result and again.returncode == 0
 
 
+@pytest.mark.long
 def test_the_script_names_what_is_wrong_with_its_arguments(tmp_path):
     done = run_script(tmp_path / "none.json", tmp_path)
     assert done.returncode == 2 and "none.json" in done.stderr

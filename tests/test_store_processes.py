@@ -11,14 +11,14 @@ import struct
 import time
 from pathlib import Path
 
+import pytest
 from record_fakes import GPU, log_lines, make_key, make_record
 
 from portable_backend.warmup.layers import WritableLayer
 from portable_backend.warmup.store import RecordStore
 
-WRITERS, ENTRIES = 8, 1000
+WRITERS = 8
 READERS = 2
-KILLS = 200
 FORK = multiprocessing.get_context("fork")
 
 
@@ -26,11 +26,11 @@ def _open(folder) -> RecordStore:
     return RecordStore.open(folder, shipped=Path(folder) / "none")
 
 
-def _write_many(folder, writer):
+def _write_many(folder, writer, entries):
     with _open(folder) as store:
-        for n in range(ENTRIES):
+        for n in range(entries):
             assert store.put(make_record(make_key(n, num_seqs=writer)))
-            if n == ENTRIES // 2:
+            if n == entries // 2:
                 assert store.compact()
 
 
@@ -48,7 +48,8 @@ def _read_until(folder, done, reads):
         time.sleep(0.2)
 
 
-def test_eight_processes_write_a_thousand_records_each_and_none_is_lost(tmp_path):
+@pytest.mark.parametrize("entries", [200, pytest.param(1000, marks=pytest.mark.long)])
+def test_eight_processes_write_records_and_none_is_lost(entries, tmp_path):
     WritableLayer("", tmp_path).append(make_record(make_key(0, num_seqs=0)))
     done = FORK.Event()
     counts = [FORK.Value("i", 0) for _ in range(READERS)]
@@ -56,7 +57,8 @@ def test_eight_processes_write_a_thousand_records_each_and_none_is_lost(tmp_path
         FORK.Process(target=_read_until, args=(tmp_path, done, n)) for n in counts
     ]
     writers = [
-        FORK.Process(target=_write_many, args=(tmp_path, n)) for n in range(WRITERS)
+        FORK.Process(target=_write_many, args=(tmp_path, n, entries))
+        for n in range(WRITERS)
     ]
     for process in readers + writers:
         process.start()
@@ -73,7 +75,7 @@ def test_eight_processes_write_a_thousand_records_each_and_none_is_lost(tmp_path
     assert found == {
         make_key(n, num_seqs=writer)
         for writer in range(WRITERS)
-        for n in range(ENTRIES)
+        for n in range(entries)
     }
 
 
@@ -102,10 +104,13 @@ def _kill_after(folder, run, delay_s):
     return struct.unpack("q", acknowledged[:8])[0]
 
 
-def test_a_writer_killed_at_any_moment_loses_at_most_the_record_in_flight(tmp_path):
+@pytest.mark.parametrize("kills", [40, pytest.param(200, marks=pytest.mark.long)])
+def test_a_writer_killed_at_any_moment_loses_at_most_the_record_in_flight(
+    kills, tmp_path
+):
     rng = random.Random(0)
     folder, expected, total = tmp_path / "cache", {}, 0
-    for run in range(KILLS):
+    for run in range(kills):
         if run % 20 == 0:  # keeps the files, and so this test, small
             shutil.rmtree(folder, ignore_errors=True)
             expected = {}
@@ -122,4 +127,4 @@ def test_a_writer_killed_at_any_moment_loses_at_most_the_record_in_flight(tmp_pa
             # The one in flight may have been written before the kill.
             assert found[n] in (set(range(count)), set(range(count + 1))), n
             expected[n] = len(found[n])
-    assert total > KILLS, "most writers had begun when they were killed"
+    assert total > kills, "most writers had begun when they were killed"

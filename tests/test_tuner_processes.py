@@ -165,6 +165,7 @@ def test_workers_that_never_start_fail_all_units_and_end(tmp_path):
     assert "no_such_module" in outcomes[0].reason
 
 
+@pytest.mark.long
 def test_a_budget_holds_over_several_workers(tmp_path):
     options = TuneOptions(strategy="exhaustive", trials=None, warm_start=False)
     with crew_of(tmp_path, options=options, sleep_s=0.1) as crew:
