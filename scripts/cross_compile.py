@@ -83,6 +83,7 @@ class Shape:
     dtype: torch.dtype = torch.bfloat16
     features: bool = False  # window, softcap, ALiBi and sinks, all at once
     hidden_size: int = 4096
+    every_step: bool = True  # or two steps that launch every kernel
 
 
 # (decodes, prefills, whether anything is cached): a step of each kind that gets a
@@ -96,22 +97,25 @@ STEPS = (
     (4, 2, True),
     (4, 2, False),
 )
+TWO_STEPS = ((1, 0, True), (4, 2, True))
 SPACES = {
     "prefill": prefill_configs,
     "decode": decode_configs,
     "merge": merge_configs,
 }
 LLAMA = Shape("d128 page16")
+BRIEF = replace(LLAMA, every_step=False)
 SHAPES = {
-    "few": (
-        LLAMA,
-        replace(LLAMA, name="d128 page64", block_size=64),
-        replace(LLAMA, name="d256", heads=(16, 8), head_size=256),
-        replace(LLAMA, name="d64 fp32", head_size=64, dtype=torch.float32),
-    ),
+    "two": (LLAMA, replace(BRIEF, name="d256", heads=(16, 8), head_size=256)),
 }
+SHAPES["few"] = (
+    *SHAPES["two"],
+    replace(LLAMA, name="d128 page64", block_size=64),
+    replace(BRIEF, name="d64 fp32", head_size=64, dtype=torch.float32),
+)
 SHAPES["all"] = (
     *SHAPES["few"],
+    replace(LLAMA, name="d256 all steps", heads=(16, 8), head_size=256),
     replace(LLAMA, name="d128 features", features=True),
     replace(LLAMA, name="d256 page64", heads=(16, 8), head_size=256, block_size=64),
     replace(LLAMA, name="d64 fp16 9:3", heads=(9, 3), head_size=64, hidden_size=576),
@@ -175,7 +179,7 @@ def call_everything(shape: Shape, draw: int = 0) -> None:
                     out=torch.empty_like(query), key=key, value=key, config=config,
                 )  # fmt: skip
 
-    for step in STEPS:
+    for step in STEPS if shape.every_step else TWO_STEPS:
         attend(*step)
     for config in draw_configs(shape, draw):
         attend(4, 2, config.prefill["LOAD"] != "new", config)

@@ -174,7 +174,7 @@ if [ ${#missing[@]} -gt 0 ]; then
     index=(--extra-index-url "$torch_cpu_index")
   fi
   say "installing ${missing[*]} (minutes the first time)"
-  pip install --progress-bar off "${index[@]}" "${wheel}[$(IFS=, && echo "${missing[*]}")]" \
+  pip install --no-compile --progress-bar off "${index[@]}" "${wheel}[$(IFS=, && echo "${missing[*]}")]" \
     "${engine[@]}" | progress ||
     fail_pip "the installation did not finish" \
       "if it was the network, run the same command again: what was downloaded is kept"
@@ -183,6 +183,10 @@ if [ ${#missing[@]} -gt 0 ]; then
     # import and take Transformers down with them; serving text needs none of them.
     pip uninstall --yes torchvision torchaudio torchcodec >>"$log"
   fi
+  # On all cores, where pip uses one. Of the files left out few are ever imported.
+  say "compiling the packages' Python files"
+  "$venv/bin/python" -m compileall -q -j 0 -x '/tests?/|/transformers/models/' \
+    "$venv"/lib/python*/site-packages >>"$log" 2>&1 || true # some are for other Pythons
   for extra in "${missing[@]}"; do echo "$packages_digest" >"$stamps/$extra"; done
 fi
 pip install --no-deps --force-reinstall "$wheel" >>"$log" || fail_pip "the wheel did not install"

@@ -30,11 +30,22 @@ check_types() {
       -p portable_backend)
 }
 
+report_types() {
+  local status=0
+  wait "$types" || status=$?
+  cat build/types.log
+  return "$status"
+}
+
 check lint "$python" -m ruff check .
 check format "$python" -m ruff format --check .
-check types check_types
+# Beside the tests: each command leaves a core idle at times.
+mkdir -p build
+check_types >build/types.log 2>&1 &
+types=$!
 # Two workers; tests of one xdist_group, such as those that start an engine, stay in one.
 check tests env TRITON_INTERPRET=1 "$python" -m pytest -n 2 --dist loadgroup "$@"
+check types report_types
 
 if [ ${#failed[@]} -gt 0 ]; then
   echo "failed: ${failed[*]}"
