@@ -185,7 +185,8 @@ if [ ${#missing[@]} -gt 0 ]; then
   fi
   # On all cores, where pip uses one. Of the files left out few are ever imported.
   say "compiling the packages' Python files"
-  "$venv/bin/python" -m compileall -q -j 0 -x '/tests?/|/transformers/models/' \
+  seldom='/(tests?|models|pip|numba|openai/types|anthropic|sqlalchemy|pygments)/'
+  "$venv/bin/python" -m compileall -q -j 0 -x "$seldom" \
     "$venv"/lib/python*/site-packages >>"$log" 2>&1 || true # some are for other Pythons
   for extra in "${missing[@]}"; do echo "$packages_digest" >"$stamps/$extra"; done
 fi

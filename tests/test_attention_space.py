@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The config spaces of attention: never empty, and right whatever is drawn."""
 
-import itertools
 import random
 from dataclasses import replace
 
@@ -17,7 +16,7 @@ from portable_backend.kernels.attention_space import (
     prefill_configs,
 )
 from portable_backend.kernels.config import AttentionConfig
-from portable_backend.kernels.plan import StepKind, default_config
+from portable_backend.kernels.plan import default_config
 
 CASE = Case(
     7,
@@ -78,34 +77,6 @@ def check_drawn(kernel, device, count, skip=0):
             inputs = make_inputs(given, device)
             inputs.config = config
             check_inputs(inputs, (given, config))
-
-
-@pytest.mark.parametrize("arch", [a for a in ARCH_LIMITS if a != "interpreter"])
-@pytest.mark.parametrize("head_size", [64, 96, 128, 256])
-def test_every_default_is_in_its_space(head_size, arch):
-    """The interpreter's tiles only save steps of Python; nobody tunes them."""
-    info = DeviceInfo.for_arch(arch)
-    for dtype, block_size in itertools.product(
-        (torch.bfloat16, torch.float32), (16, 64)
-    ):
-        case = replace(CASE, head_size=head_size, dtype=dtype, block_size=block_size)
-        problem = problem_of(case, info)
-        configs = [
-            default_config(
-                num_queries_per_kv=4,
-                num_kv_heads=8,
-                head_size=head_size,
-                dtype=dtype,
-                block_size=block_size,
-                device=info,
-                kind=kind,
-            )
-            for kind in StepKind.within(256)
-        ]
-        for kernel, space in SPACES.items():
-            missing = {getattr(config, kernel) for config in configs}
-            missing -= set(space(problem))
-            assert not missing, (kernel, dtype, block_size)
 
 
 @pytest.mark.parametrize("kernel", SPACES)

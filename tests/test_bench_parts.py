@@ -221,20 +221,20 @@ def test_the_slow_are_timed_among_themselves(monkeypatch):
 
 
 def test_a_kernel_that_fails_leaves_the_others_their_times(monkeypatch):
-    FakeGpu(monkeypatch, {"a": [1, 1, 1], "b": [1, 1, 1]})
+    FakeGpu(monkeypatch, {"a": [500] * 3, "b": [500] * 3})
     results = run_race()
     assert results["c"] == Result(reason="NotImplementedError: not this shape")
     assert results["a"].time_us
 
 
 def test_a_wrong_kernel_is_never_timed(monkeypatch):
-    gpu = FakeGpu(monkeypatch, {"a": [1, 1, 1], "b": [1, 1, 1]})
+    gpu = FakeGpu(monkeypatch, {"a": [500] * 3, "b": [500] * 3})
     assert run_race(verify=lambda: 0.2)["b"] == Result(error=0.2, wrong=True)
     assert "b" not in gpu.replayed
 
 
 def test_a_graph_that_goes_wrong_when_replayed_loses_its_time(monkeypatch):
-    FakeGpu(monkeypatch, {"a": [1, 1, 1], "b": [1, 1, 1]})
+    FakeGpu(monkeypatch, {"a": [500] * 3, "b": [500] * 3})
     wrong = run_race(recheck=lambda: math.nan)["b"]
     assert wrong.wrong
     assert wrong.time_us is wrong.p20_us is wrong.p80_us is None

@@ -243,7 +243,7 @@ def _with_library_defaults(text: Mapping[str, Any]) -> Mapping[str, Any]:
     try:
         from transformers import AutoConfig
 
-        full = AutoConfig.for_model(text["model_type"]).to_dict()
+        full: dict[str, Any] = AutoConfig.for_model(text["model_type"]).to_dict()
     except (ImportError, KeyError, ValueError, TypeError):
         return text
     given = {name: value for name, value in text.items() if value is not None}
