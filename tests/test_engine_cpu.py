@@ -268,7 +268,7 @@ def test_smollm2_gives_the_same_tokens_as_cpu_attn(layers, tmp_path):
         assert ours["launch_counts"][kernel] > 0, kernel
 
 
-# Inductor's C++ takes a compiler minutes; what it is given is the same.
+# Inductor's C++ takes another 20 s to compile; what it is given is the same.
 COMPILERS = ["eager", pytest.param("inductor", marks=pytest.mark.long)]
 
 
