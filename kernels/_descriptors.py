@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from portable_backend.kernels._direct import Bindings
+from portable_backend.kernels._direct import Bindings, Launch
 
 
 def fits_descriptors(cache: torch.Tensor, block_n: int) -> bool:
@@ -36,42 +36,45 @@ class _Memory:
         return self.address
 
 
-class DescriptorMaker:
-    """Descriptors of caches that differ in their address alone.
+class CacheDescriptors:
+    """Descriptors of a layer's two caches; layers differ in the addresses alone.
 
     Args:
-        cache: [num_blocks, block_size, num_kv_heads, head_size]; only the layout
-            counts.
+        caches: keys and values, [num_blocks, block_size, num_kv_heads, head_size] each;
+            only the layouts count.
         tile: tokens and elements that a load fetches from one block and head.
     """
 
-    def __init__(self, cache: torch.Tensor, tile: tuple[int, int]) -> None:
-        num_blocks, block_size, num_kv_heads, head_size = cache.shape
-        stride_block, stride_slot, stride_head, _ = cache.stride()
-        self._shape = [num_blocks, num_kv_heads, block_size, head_size]
-        self._strides = [stride_block, stride_head, stride_slot, 1]
+    def __init__(
+        self, caches: tuple[torch.Tensor, torch.Tensor], tile: tuple[int, int]
+    ) -> None:
+        self._layouts = [_cache_layout(cache) for cache in caches]
+        self._dtype = caches[0].dtype
         self._tile = [1, 1, *tile]
-        self._dtype = cache.dtype
-        self._made = Bindings(1024)
+        self._encoded = Bindings(1024)
 
-    def __call__(self, cache: torch.Tensor | int) -> Any:
-        """Describe [num_blocks, num_kv_heads, block_size, head_size] of one cache.
+    def describe(self, caches: tuple[Any, Any]) -> tuple[Any, ...]:
+        """Of [num_blocks, num_kv_heads, block_size, head_size] of either cache."""
+        return tuple(
+            _describe(cache, shape, strides, self._tile)
+            for cache, (shape, strides) in zip(caches, self._layouts, strict=True)
+        )
 
-        Args:
-            cache: the tensor, or its address for a direct launch.
-        """
-        if isinstance(cache, torch.Tensor):
-            return self._describe(cache)
-        descriptor = self._made.get(cache)
-        if descriptor is None:
-            descriptor = self._describe(_Memory(cache, self._dtype))
-            self._made[cache] = descriptor
-        return descriptor
+    def encode(self, addresses: tuple[int, int], launch: Launch) -> tuple[Any, ...]:
+        """As a direct `launch` takes those of the caches at these addresses."""
+        found: tuple[Any, ...] | None = self._encoded.get(addresses)
+        if found is None:
+            key, value = addresses
+            memory = (_Memory(key, self._dtype), _Memory(value, self._dtype))
+            found = self._encoded[addresses] = launch.encode(self.describe(memory))
+        return found
 
-    def _describe(self, base: Any) -> Any:
-        from triton.tools.tensor_descriptor import TensorDescriptor
 
-        return TensorDescriptor(base, self._shape, self._strides, self._tile)
+def _cache_layout(cache: torch.Tensor) -> tuple[list[int], list[int]]:
+    num_blocks, block_size, num_kv_heads, head_size = cache.shape
+    stride_block, stride_slot, stride_head, _ = cache.stride()
+    shape = [num_blocks, num_kv_heads, block_size, head_size]
+    return shape, [stride_block, stride_head, stride_slot, 1]
 
 
 def fits_new_descriptors(new: torch.Tensor, cache: torch.Tensor) -> bool:
@@ -87,39 +90,46 @@ def fits_new_descriptors(new: torch.Tensor, cache: torch.Tensor) -> bool:
     )
 
 
-class NewTokenDescriptorMaker:
-    """Descriptors of a step's own keys or values, whose number changes each step.
+class NewTokenDescriptors:
+    """Descriptors of a step's own keys and values, whose number changes each step.
 
     Args:
-        new: [num_tokens, num_kv_heads, head_size]; only its strides and heads count.
+        new: keys and values, [num_tokens, num_kv_heads, head_size] each; only strides
+            and heads count.
         tile: tokens and elements that a load fetches from one head.
     """
 
-    def __init__(self, new: torch.Tensor, tile: tuple[int, int]) -> None:
-        self._heads = list(new.shape[1:])
-        self._strides = list(new.stride())
+    def __init__(
+        self, new: tuple[torch.Tensor, torch.Tensor], tile: tuple[int, int]
+    ) -> None:
+        self._layouts = [(list(x.shape[1:]), list(x.stride())) for x in new]
+        self._dtype = new[0].dtype
         self._tile = [tile[0], 1, tile[1]]
-        self._made = Bindings(1024)
+        self._encoded = Bindings(1024)
 
-    def __call__(self, new: torch.Tensor, direct: bool) -> Any:
-        """Describe [num_tokens, num_kv_heads, head_size].
+    def describe(self, new: tuple[Any, Any], rows: tuple[int, int]) -> tuple[Any, ...]:
+        """Of so many rows of keys and values, [rows, num_kv_heads, head_size]."""
+        return tuple(
+            _describe(base, [n, *heads], strides, self._tile)
+            for base, n, (heads, strides) in zip(new, rows, self._layouts, strict=True)
+        )
 
-        Args:
-            new: the tensor.
-            direct: for a direct launch, which needs its address only.
-        """
-        if not direct:
-            return self._describe(new, new.shape[0])
+    def encode(
+        self, addresses: tuple[int, int], rows: tuple[int, int], launch: Launch
+    ) -> tuple[Any, ...]:
+        """As a direct `launch` takes those of the rows at these addresses."""
         # Allocators hand the same memory to layer after layer.
-        key = (new.data_ptr(), new.shape[0])
-        descriptor = self._made.get(key)
-        if descriptor is None:
-            descriptor = self._describe(_Memory(key[0], new.dtype), key[1])
-            self._made[key] = descriptor
-        return descriptor
+        place = (addresses, rows)
+        found: tuple[Any, ...] | None = self._encoded.get(place)
+        if found is None:
+            key, value = addresses
+            memory = (_Memory(key, self._dtype), _Memory(value, self._dtype))
+            found = launch.encode(self.describe(memory, rows))
+            self._encoded[place] = found
+        return found
 
-    def _describe(self, base: Any, num_tokens: int) -> Any:
-        from triton.tools.tensor_descriptor import TensorDescriptor
 
-        shape = [num_tokens, *self._heads]
-        return TensorDescriptor(base, shape, self._strides, self._tile)
+def _describe(base: Any, shape: list[int], strides: list[int], tile: list[int]) -> Any:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(base, shape, strides, tile)

@@ -129,11 +129,16 @@ class Launch:
         constants: by name; they are its last parameters, in any order.
         options: for the compiler.
         gate: of the device it will run on.
+
+    Attributes:
+        encode: makes a direct launch's arguments of a pair of tensor descriptors, to be
+            kept by the caller; set once `ready`.
+        ready: the kernel has been compiled, and launches may be direct.
     """
 
     __slots__ = (
         "_call", "_compiled", "_constants", "_gate", "_kernel", "_options", "_refused",
-        "ready",
+        "encode", "ready",
     )  # fmt: skip
 
     def __init__(
@@ -148,6 +153,7 @@ class Launch:
         self._options = options
         self._gate = gate
         self._refused = False
+        self.encode: Encode = tuple
         self.ready = False
 
     def __call__(
@@ -157,8 +163,9 @@ class Launch:
 
         Args:
             stream: from the gate, once `ready`; None takes the ordinary road.
-            args: the kernel's arguments but for the constants. Tensors on the ordinary
-                road, their addresses on the direct one.
+            args: the kernel's arguments but for the constants. Tensors and descriptors
+                on the ordinary road; their addresses, and what `encode` made of
+                descriptors, on the direct one.
         """
         if stream is None:
             self._dispatch((grid_x, grid_y), args)
@@ -194,13 +201,16 @@ class Launch:
             raise Unknown(f"the function is a {type(function).__name__}")
         self._compiled = compiled  # unloads its binary when it goes
         tail = tuple(self._constants[name] for name in names)
-        self._call = _c_function_call(compiled, args, tail) or _launcher_call(
-            compiled, tail
-        )
+        past_launcher = _c_function_call(compiled, args, tail)
+        if past_launcher is None:
+            self._call = _launcher_call(compiled, tail)
+        else:
+            self._call, self.encode = past_launcher
         self.ready = True
 
 
 Caller = Callable[[int, int, int, tuple[Any, ...]], None]
+Encode = Callable[[tuple[Any, Any]], tuple[Any, ...]]
 
 
 def _launcher_call(compiled: Any, tail: tuple[Any, ...]) -> Caller:
@@ -217,19 +227,19 @@ def _launcher_call(compiled: Any, tail: tuple[Any, ...]) -> Caller:
 
 def _c_function_call(
     compiled: Any, args: tuple[Any, ...], tail: tuple[Any, ...]
-) -> Caller | None:
+) -> tuple[Caller, Encode] | None:
     """Past the launcher object, to the C function that it calls; None if unknown.
 
     The object asks for scratch memory, of which these kernels have none, and encodes
-    descriptors anew at each launch. Here a descriptor is encoded once.
+    descriptors anew at each launch. Here callers encode and keep them.
     """
     run = compiled.run
     if type(run).__name__ != "CudaLauncher" or getattr(run, "gsan_enabled", False):
         return None
     if run.global_scratch_size or run.profile_scratch_size or run.num_ctas != 1:
         return None
-    launch, expand = _unwrapped(compiled, args)
-    if launch is None or expand is None:
+    launch, encode = _unwrapped(compiled, args)
+    if launch is None or encode is None:
         return None
     function, packed = compiled.function, compiled.packed_metadata
     flags = (run.launch_cooperative_grid, run.launch_pdl)
@@ -239,7 +249,7 @@ def _c_function_call(
         def call(x: int, y: int, stream: int, args: tuple[Any, ...]) -> None:
             launch(
                 x, y, 1, stream, function, *flags, packed, None, None, None, None,
-                None, annotations, signature, (*expand(args), *tail),
+                None, annotations, signature, (*args, *tail),
             )  # fmt: skip
 
     else:  # Triton 3.6
@@ -247,23 +257,23 @@ def _c_function_call(
         def call(x: int, y: int, stream: int, args: tuple[Any, ...]) -> None:
             launch(
                 x, y, 1, stream, function, *flags, None, None, packed, None, None,
-                None, *expand(args), *tail,
+                None, *args, *tail,
             )  # fmt: skip
 
-    return call
+    return call, encode
 
 
 def _unwrapped(
     compiled: Any, args: tuple[Any, ...]
-) -> tuple[Any, Callable[[tuple[Any, ...]], tuple[Any, ...]]] | tuple[None, None]:
-    """The C function, and what makes its arguments of the kernel's; or (None, None).
+) -> tuple[Any, Encode] | tuple[None, None]:
+    """The C function, and what makes its arguments of descriptors; or (None, None).
 
     Triton wraps the function of a kernel with descriptors in one that encodes them.
     """
     launch = compiled.run.launch
     places = [i for i, arg in enumerate(args) if hasattr(arg, "block_shape")]
     if not places:
-        return launch, lambda args: args
+        return launch, tuple
     names = getattr(getattr(launch, "__code__", None), "co_freevars", ())
     module = sys.modules[type(compiled.run).__module__]
     encode: Any = getattr(module, "make_tensordesc_arg", None)
@@ -273,24 +283,16 @@ def _unwrapped(
     if not known or places != [first, first + 1] or len(layouts) != 2:
         return None, None
     unused = (None,) * (len(inspect.signature(encode).parameters) - 2)
-    encoded: Bindings = Bindings(1024)
 
-    def expand(args: tuple[Any, ...]) -> tuple[Any, ...]:
-        pair = args[first : first + 2]
-        key = (id(pair[0]), id(pair[1]))
-        found = encoded.get(key)
-        if found is None or found[0][0] is not pair[0] or found[0][1] is not pair[1]:
-            arguments = [
-                x
-                for descriptor, layout in zip(pair, layouts, strict=True)
-                for x in encode(descriptor, layout, *unused)
-            ]
-            # Kept alive with them, so that nobody else gets their ids.
-            found = encoded[key] = (pair, tuple(arguments))
-        return (*args[:first], *found[1], *args[first + 2 :])
+    def encode_pair(pair: tuple[Any, Any]) -> tuple[Any, ...]:
+        return tuple(
+            argument
+            for descriptor, layout in zip(pair, layouts, strict=True)
+            for argument in encode(descriptor, layout, *unused)
+        )
 
     function = launch.__closure__[names.index("launcher")].cell_contents
-    return function, expand
+    return function, encode_pair
 
 
 @functools.cache

@@ -21,8 +21,8 @@ from portable_backend.kernels._checks import (
     check_plan,
 )
 from portable_backend.kernels._descriptors import (
-    DescriptorMaker,
-    NewTokenDescriptorMaker,
+    CacheDescriptors,
+    NewTokenDescriptors,
     fits_descriptors,
     fits_new_descriptors,
 )
@@ -33,14 +33,14 @@ from portable_backend.kernels._direct import (
 )
 from portable_backend.kernels._layer import (
     AttentionLayer,
+    NewTokens,
     look_of,
-    new_layout,
     signature_of,
 )
 from portable_backend.kernels._softmax import LOG2E
 from portable_backend.kernels.config import AttentionConfig, KernelConfig
 from portable_backend.kernels.decode import _decode_kernel, _merge_kernel
-from portable_backend.kernels.plan import AttentionPlan, AttentionPlanner
+from portable_backend.kernels.plan import AttentionPlan, AttentionPlanner, Buffers
 from portable_backend.kernels.prefill import _prefill_kernel
 
 
@@ -190,9 +190,9 @@ def attend(
     merger = plan.merger
     merges = merger == "kernel" or (merger == "captured" and capturing())
     addresses = (out.data_ptr(), query.data_ptr())
-    new: tuple[Any, Any] | None = None
+    new: NewTokens | None = None
     if step.reads_new and key is not None and value is not None:
-        new = (key, value)
+        new = NewTokens(key, value)
     look = look_of(query, out, layer, addresses, new)
     seen = step.seen.get((layer.kind, merges))
     if seen is None or seen.look != look:
@@ -206,35 +206,26 @@ def attend(
     sinks, slopes = options.sinks, options.alibi_slopes
     stream = planner.gate.stream() if binding.ready else None
     if stream is None:
-        # Unused pointers still need a tensor; the flag keeps them unread.
-        unused = planner.header
         _launch(
-            binding, plan, step, None,
-            (out, query, key_cache, value_cache, *step.tensors,
-             unused if sinks is None else sinks, unused if slopes is None else slopes),
-            planner.buffers, new,
+            binding,
+            _Rest(binding, plan, step.tensors, planner.buffers, step.stride_table),
+            None, (out, query), (key_cache, value_cache), new,
+            (sinks, slopes) if layer.per_head else None,
         )  # fmt: skip
         binding.ready = all(launch.ready for launch in binding.launches)
-    elif seen.alone is not None:
-        middle, tail = seen.alone
-        binding.decode(
-            stream, step.decode_programs, plan.row_blocks,
-            (addresses[0], *middle, addresses[1], *layer.addresses, *tail),
-        )  # fmt: skip
-    else:
-        buffers = planner.addresses
-        unused = buffers.header
-        if binding.decode_is_alone and not layer.per_head:
-            pointers = (step.addresses[0], unused, unused)
-            tail = _decode_tail(binding, plan, step, pointers, buffers)
-            seen.alone = ((buffers.partial, buffers.lse), tail)
-        _launch(
-            binding, plan, step, stream,
-            (*addresses, *layer.addresses, *step.addresses,
-             unused if sinks is None else sinks.data_ptr(),
-             unused if slopes is None else slopes.data_ptr()),
-            buffers, new,
-        )  # fmt: skip
+        return out
+    rest = seen.rest
+    if rest is None:
+        rest = seen.rest = _Rest(
+            binding, plan, step.addresses, planner.addresses, step.stride_table
+        )
+    per_head = None
+    if layer.per_head:
+        per_head = (
+            None if sinks is None else sinks.data_ptr(),
+            None if slopes is None else slopes.data_ptr(),
+        )
+    _launch(binding, rest, stream, addresses, layer.addresses, new, per_head)
     return out
 
 
@@ -245,7 +236,7 @@ def _binding_for(
     plan: AttentionPlan,
     step: _Step,
     out: torch.Tensor,
-    new: tuple[torch.Tensor, torch.Tensor] | None,
+    new: NewTokens | None,
     merges: bool,
 ) -> _Binding:
     """The launches for tensors of this look, checked once in the planner's life."""
@@ -254,7 +245,7 @@ def _binding_for(
     )
     if new is not None:
         needed = plan.num_tokens or num_tokens
-        for name, tensor in zip(("key", "value"), new, strict=True):
+        for name, tensor in zip(("key", "value"), new.tensors, strict=True):
             if tensor.dim() != 3 or tensor.shape[0] < needed:
                 raise bad_argument(
                     name,
@@ -262,7 +253,7 @@ def _binding_for(
                     list(tensor.shape),
                     "pass the step's new tokens, or None",
                 )
-        signature = (*signature, *map(new_layout, new))
+        signature = (*signature, *new.layout())
     bindings = plan.planner.bindings
     binding: _Binding | None = bindings.get(signature)
     if binding is None or out_tokens < num_tokens or plan.num_tokens > num_tokens:
@@ -294,26 +285,21 @@ def _gpu_is_there() -> bool:
 
 
 class _Seen:
-    """The look of a layer's tensors in a step, and its launches.
+    """The look of a layer's tensors in a step, its launches, and their arguments."""
 
-    Where a step takes nothing but a decode launch, that one's arguments are kept too:
-    all between the addresses of out and query, and all behind those of the caches.
-    """
-
-    __slots__ = ("alone", "binding", "look")
+    __slots__ = ("binding", "look", "rest")
 
     def __init__(self, look: tuple[object, ...], binding: _Binding) -> None:
         self.look = look
         self.binding = binding
-        self.alone: tuple[tuple[Any, ...], tuple[Any, ...]] | None = None
+        self.rest: _Rest | None = None  # with addresses, for direct launches
 
 
 class _Step:
     """A planned batch as every layer of the step sees it."""
 
     __slots__ = (
-        "addresses", "decode_programs", "kinds", "reads_new", "seen", "stride_table",
-        "tensors",
+        "addresses", "kinds", "reads_new", "seen", "stride_table", "tensors",
     )  # fmt: skip
 
     def __init__(
@@ -330,7 +316,6 @@ class _Step:
             and plan.no_context
             and plan.config.prefill["LOAD"] == "new"
         )
-        self.decode_programs = plan.num_items * plan.planner.num_kv_heads
         self.seen: dict[tuple[int, bool], _Seen] = {}  # by kind of layer, who merges
         # All of the step that decides which binaries are launched.
         self.kinds = (
@@ -356,9 +341,8 @@ class _Binding:
     """A signature that passed the checks, and its launches."""
 
     __slots__ = (
-        "decode", "decode_descriptors", "decode_is_alone", "launches", "merge",
-        "merges", "new_descriptors", "prefill", "prefill_descriptors", "ready",
-        "scalars", "strides",
+        "decode", "decode_descriptors", "launches", "merge", "new_descriptors",
+        "prefill", "prefill_descriptors", "ready", "scalars", "strides",
     )  # fmt: skip
 
     def __init__(
@@ -367,16 +351,17 @@ class _Binding:
         scalars: tuple[Any, ...],
         launches: tuple[Launch, Launch, Launch],
         needed: tuple[bool, bool, bool],
-        decode_descriptors: tuple[DescriptorMaker, DescriptorMaker] | None,
-        prefill_descriptors: tuple[DescriptorMaker, DescriptorMaker] | None,
-        new_descriptors: tuple[NewTokenDescriptorMaker, NewTokenDescriptorMaker] | None,
+        decode_descriptors: CacheDescriptors | None,
+        prefill_descriptors: CacheDescriptors | None,
+        new_descriptors: NewTokenDescriptors | None,
     ) -> None:
         self.strides = strides
         self.scalars = scalars
-        self.decode, self.merge, self.prefill = launches
-        self.launches = [x for x, need in zip(launches, needed, strict=True) if need]
-        self.merges = needed[1]
-        self.decode_is_alone = self.launches == [self.decode] and not decode_descriptors
+        self.decode, self.merge, self.prefill = (
+            launch if need else None
+            for launch, need in zip(launches, needed, strict=True)
+        )
+        self.launches = [x for x in (self.decode, self.merge, self.prefill) if x]
         self.decode_descriptors = decode_descriptors
         self.prefill_descriptors = prefill_descriptors
         self.new_descriptors = new_descriptors
@@ -388,7 +373,7 @@ def _bind(
     layer: AttentionLayer,
     batch: PagedBatch,
     out: torch.Tensor,
-    new: tuple[torch.Tensor, torch.Tensor] | None,
+    new: NewTokens | None,
     merges: bool,
 ) -> _Binding:
     """Check everything and fix what the layers of one signature share."""
@@ -411,12 +396,12 @@ def _bind(
     )
     prefill_load, prefill_descriptors = _how_to_load(caches, config.prefill, padded)
     new_descriptors = None
-    if new is not None and all(fits_new_descriptors(x, key_cache) for x in new):
+    if new is not None and all(
+        fits_new_descriptors(tensor, key_cache) for tensor in new.tensors
+    ):
         prefill_load = "new"
         tile = (config.prefill["BLOCK_N"], padded)
-        new_descriptors = (
-            NewTokenDescriptorMaker(new[0], tile), NewTokenDescriptorMaker(new[1], tile)
-        )  # fmt: skip
+        new_descriptors = NewTokenDescriptors(new.tensors, tile)
     decode_options = config.decode.options(platform)
     merge_options = config.merge.options(platform)
     prefill_options = config.prefill.options(platform)
@@ -494,85 +479,125 @@ def _how_to_load(
     config: KernelConfig,
     head_size_padded: int,
     forced: str | None = None,
-) -> tuple[str, tuple[DescriptorMaker, DescriptorMaker] | None]:
-    """LOAD for tiles of the cache, and who makes the descriptors it needs."""
+) -> tuple[str, CacheDescriptors | None]:
+    """LOAD for tiles of the cache, and the descriptors it needs.
+
+    "new" falls back to descriptors of the cache where the new tokens cannot be read.
+    """
     block_n = config["BLOCK_N"]
     if (
         forced == "pointer"
-        or config["LOAD"] != "descriptor"
+        or config["LOAD"] == "pointer"
         or not all(fits_descriptors(cache, block_n) for cache in caches)
     ):
         return "pointer", None
-    tile = (block_n, head_size_padded)
-    return "descriptor", (
-        DescriptorMaker(caches[0], tile), DescriptorMaker(caches[1], tile)
+    return "descriptor", CacheDescriptors(caches, (block_n, head_size_padded))
+
+
+class _Rest:
+    """Grids, and all arguments that the layers of a step share.
+
+    Args:
+        binding, plan: of the step.
+        table_and_starts: block table and query_start_loc, tensors or, for direct
+            launches, addresses.
+        buffers: of the planner, likewise.
+        stride_table: of the block table.
+    """
+
+    __slots__ = (
+        "decode", "decode_grid", "merge", "merge_grid", "partial", "prefill",
+        "prefill_grid",
     )  # fmt: skip
+
+    def __init__(
+        self,
+        binding: _Binding,
+        plan: AttentionPlan,
+        table_and_starts: tuple[Any, Any],
+        buffers: Buffers,
+        stride_table: int,
+    ) -> None:
+        planner = plan.planner
+        table, starts = table_and_starts
+        header, items, splits, tiles, counts, arrivals, partial, lse = buffers
+        # Unused pointers still need a tensor; a flag keeps them unread.
+        per_head = (header, header)
+        numbers = (*binding.strides, stride_table)
+        num_rows = plan.row_blocks * plan.block_m
+        self.prefill = (
+            table, *per_head, header, tiles, counts, *numbers, *binding.scalars
+        )  # fmt: skip
+        self.prefill_grid = (
+            plan.num_tiles, planner.num_query_heads // plan.config.prefill["PACK"]
+        )  # fmt: skip
+        self.partial = (partial, lse)
+        self.decode = (
+            table, *per_head, header, items, splits, arrivals, counts, *numbers,
+            num_rows, *binding.scalars,
+        )  # fmt: skip
+        self.decode_grid = (plan.num_items * planner.num_kv_heads, plan.row_blocks)
+        self.merge = (starts, splits, counts, *binding.strides[:2], num_rows)
+        self.merge_grid = (
+            plan.num_seqs, plan.decode_query_len * planner.num_query_heads
+        )  # fmt: skip
 
 
 def _launch(
     binding: _Binding,
-    plan: AttentionPlan,
-    step: _Step,
+    rest: _Rest,
     stream: int | None,
-    pointers: tuple[Any, ...],
-    buffers: tuple[Any, ...],
-    new: tuple[torch.Tensor, torch.Tensor] | None,
+    out_and_query: tuple[Any, Any],
+    caches: tuple[Any, Any],
+    new: NewTokens | None,
+    per_head: tuple[Any, Any] | None,
 ) -> None:
-    """Launch what the plan needs, with addresses if there is a stream, else tensors.
+    """Launch what the step needs, with addresses if there is a stream, else tensors.
 
     Decode waits for nothing that prefill does: it may start where that leaves room.
     """
-    out, query, key_cache, value_cache, table, starts, sinks, slopes = pointers
-    header, _, splits, tiles, counts, _, partial, lse = buffers
-    planner = plan.planner
-    if plan.num_tiles:
-        caches = (key_cache, value_cache)
-        if new is not None and binding.new_descriptors is not None:
-            of_key, of_value = binding.new_descriptors
-            direct = stream is not None
-            caches = (of_key(new[0], direct), of_value(new[1], direct))
+    out, query = out_and_query
+    prefill, decode, merge = binding.prefill, binding.decode, binding.merge
+    if prefill is not None:
+        tiles: tuple[Any, ...] = caches
+        if binding.new_descriptors is not None:
+            assert new is not None
+            key, value = new.tensors
+            rows = (key.shape[0], value.shape[0])
+            if stream is None:
+                tiles = binding.new_descriptors.describe(new.tensors, rows)
+            else:
+                tiles = binding.new_descriptors.encode(new.addresses, rows, prefill)
         elif binding.prefill_descriptors is not None:
-            describe_key, describe_value = binding.prefill_descriptors
-            caches = (describe_key(key_cache), describe_value(value_cache))
-        pack = plan.config.prefill["PACK"]
-        binding.prefill(
-            stream, plan.num_tiles, planner.num_query_heads // pack,
-            (out, query, *caches, table, sinks, slopes, header, tiles, counts,
-             *binding.strides, step.stride_table, *binding.scalars),
-        )  # fmt: skip
-    if plan.num_items:
-        num_rows = plan.row_blocks * plan.block_m
-        caches = (key_cache, value_cache)
+            descriptors = binding.prefill_descriptors
+            if stream is None:
+                tiles = descriptors.describe(caches)
+            else:
+                tiles = descriptors.encode(caches, prefill)
+        tail = rest.prefill if per_head is None else _with(rest.prefill, per_head)
+        prefill(stream, *rest.prefill_grid, (out, query, *tiles, *tail))
+    if decode is not None:
+        tiles = caches
         if binding.decode_descriptors is not None:
-            describe_key, describe_value = binding.decode_descriptors
-            caches = (describe_key(key_cache), describe_value(value_cache))
-        tail = _decode_tail(binding, plan, step, (table, sinks, slopes), buffers)
-        binding.decode(
-            stream, step.decode_programs, plan.row_blocks,
-            (out, partial, lse, query, *caches, *tail),
-        )  # fmt: skip
-        if binding.merges:
-            rows = plan.decode_query_len * planner.num_query_heads
-            binding.merge(
-                stream, plan.num_seqs, rows,
-                (out, partial, lse, starts, splits, counts, *binding.strides[:2],
-                 num_rows),
-            )  # fmt: skip
+            descriptors = binding.decode_descriptors
+            if stream is None:
+                tiles = descriptors.describe(caches)
+            else:
+                tiles = descriptors.encode(caches, decode)
+        tail = rest.decode if per_head is None else _with(rest.decode, per_head)
+        decode(stream, *rest.decode_grid, (out, *rest.partial, query, *tiles, *tail))
+        if merge is not None:
+            merge(stream, *rest.merge_grid, (out, *rest.partial, *rest.merge))
 
 
-def _decode_tail(
-    binding: _Binding,
-    plan: AttentionPlan,
-    step: _Step,
-    pointers: tuple[Any, Any, Any],
-    buffers: tuple[Any, ...],
-) -> tuple[Any, ...]:
-    """Decode's arguments behind the caches: of block table, sinks and slopes on."""
-    header, items, splits, _, counts, arrivals, _, _ = buffers
-    return (
-        *pointers, header, items, splits, arrivals, counts, *binding.strides,
-        step.stride_table, plan.row_blocks * plan.block_m, *binding.scalars,
-    )  # fmt: skip
+def _with(tail: tuple[Any, ...], per_head: tuple[Any, Any]) -> tuple[Any, ...]:
+    """A kernel's last arguments with a layer's sinks and slopes, where it has them."""
+    table, *unused = tail[:3]
+    given = (
+        other if own is None else own
+        for own, other in zip(per_head, unused, strict=True)
+    )
+    return (table, *given, *tail[3:])
 
 
 def _plan_now(

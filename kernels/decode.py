@@ -55,6 +55,7 @@ def default_config(
     device: DeviceInfo,
     num_programs: int = 1,
     with_prefill: bool = False,
+    has_window: bool = False,
 ) -> KernelConfig:
     """A config that is right everywhere and sensible on the architectures we know.
 
@@ -65,6 +66,7 @@ def default_config(
         device: what the kernel will run on.
         num_programs: requests times KV heads, before any of them is cut.
         with_prefill: the step has prefills, too, whose programs share the units.
+        has_window: keys before a sliding window must not be read.
     """
     if device.platform == "interpreter":
         return KernelConfig.of(
@@ -98,6 +100,8 @@ def default_config(
         merge = "captured" if few else "last"
         if padded > 128:
             pass
+        elif few and padded == 128 and block_size % block_n == 0 and not has_window:
+            load, num_stages, ctas = "descriptor", 4, 1
         elif few and padded == 128:
             block_n, num_warps, num_stages, ctas = 128, 8, 3, 1
         elif few:

@@ -255,6 +255,7 @@ class AttentionPlanner:
                     block_size=self.block_size,
                     device=self.info,
                     kind=kind,
+                    has_window=self.sliding_window is not None,
                 )
             self._choices[kind] = self._choose(config)
         return self._choices[kind]
@@ -481,6 +482,7 @@ def default_config(
     device: DeviceInfo,
     num_kv_heads: int = 1,
     kind: StepKind | None = None,
+    has_window: bool = False,
 ) -> AttentionConfig:
     """The safe default of every kernel that `paged_attention` launches.
 
@@ -489,6 +491,7 @@ def default_config(
         device: what the kernels will run on.
         num_kv_heads: of this rank.
         kind: of the step; None: one decode, requests with cached tokens.
+        has_window: the layers see a sliding window.
     """
     kind = kind or StepKind()
     element_size = torch.empty((), dtype=dtype).element_size()
@@ -509,6 +512,7 @@ def default_config(
             device=device,
             num_programs=kind.max_decodes * num_kv_heads,
             with_prefill=kind.mixed,
+            has_window=has_window,
         ),
         merge=decode.default_merge_config(device=device),
     )

@@ -95,11 +95,10 @@ def default_config(
     elif padded > 128 and device.arch not in ("sm90", "sm100"):
         block_m, block_n, num_warps = 64, min(block_n, 32), 4
     elif device.arch == "sm90":
-        pack = min(pack, 2)
-        if block_size % block_n == 0:
-            load = "descriptor"
-        elif no_context:
+        if no_context:
             load = "new"
+        elif block_size % block_n == 0:
+            load = "descriptor"
         if padded > 128:
             pass
         elif load == "pointer":
@@ -111,9 +110,9 @@ def default_config(
             # serves one while others compute exponentials.
             block_m, num_warps = 64, 4
             if padded <= 64:
-                pack = max(p for p in (1, 2, 4) if num_queries_per_kv % p == 0)
+                pass
             elif no_context:
-                block_n, maxnreg = 32, 128  # four programs
+                block_n, maxnreg, pack = 32, 128, min(pack, 2)  # four programs
             elif with_decodes:
                 num_stages = 3  # leaves room for a decode program
             else:

@@ -74,9 +74,10 @@ class Layer:
     def __init__(
         self, planner, num_seqs=3, query_len=1, *, heads=HEADS, dtype=BF16,
         query=None, out=None, caches=None, table=None, starts=None, lens=None,
-        options=None,
+        options=None, no_context=False, new=(None, None),
     ):  # fmt: skip
         num_tokens = num_seqs * query_len
+        self.new = new
         shape = (num_tokens, heads[0], HEAD_SIZE)
         self.planner, self.num_tokens = planner, num_tokens
         self.query = rows(*shape, dtype=dtype) if query is None else query
@@ -91,14 +92,17 @@ class Layer:
             ints(num_seqs, 8) if table is None else table,
             query_len,
             512,
+            no_context=no_context,
         )
         self.options = options or AttentionOptions(scale=0.125)
 
     def __call__(self):
         batch = self.planner.plan(self.batch, self.num_tokens)
+        key, value = self.new
         return paged_attention(
-            self.query, *self.caches, batch, self.options, out=self.out
-        )
+            self.query, *self.caches, batch, self.options, out=self.out,
+            key=key, value=value,
+        )  # fmt: skip
 
 
 def cache_write(
@@ -193,14 +197,62 @@ def test_the_second_call_is_launched_as_triton_would(gpu, what):
     assert on_both_roads(gpu, call) == first
 
 
+def described(launches):
+    """Addresses that prefill's descriptors were made for."""
+    (prefill,) = [x for x in launches if x.kernel == "_prefill_kernel"]
+    return [arg[1] for arg in prefill.args if isinstance(arg, tuple)]
+
+
+def places_of(tensors):
+    return [tensor.data_ptr() for tensor in tensors]
+
+
 def test_prefill_tiles_by_descriptor_are_launched_as_triton_would():
     with stub_gpu("cuda") as gpu:
         call = Layer(make_planner(), 2, 40)
         first = gpu.record(call)
-        (prefill,) = [x for x in first if x.kernel == "_prefill_kernel"]
-        described = [arg for arg in prefill.args if isinstance(arg, tuple)]
-        assert [arg[1] for arg in described] == [c.data_ptr() for c in call.caches]
+        assert described(first) == places_of(call.caches)
         assert on_both_roads(gpu, call) == first
+
+
+def new_tokens(num_tokens, offset=0, slot=HEADS[1] * HEAD_SIZE):
+    shape, stride = (num_tokens, HEADS[1], HEAD_SIZE), (slot, HEAD_SIZE, 1)
+    return rows(*shape, offset=offset, stride=stride), rows(*shape, stride=stride)
+
+
+def test_new_tokens_are_launched_as_triton_would():
+    """From layer to layer and step to step their place and number change."""
+    with stub_gpu("cuda") as gpu:
+        planner = make_planner()
+        for num_seqs in (2, 3, 2):
+            for _ in range(2):
+                new = new_tokens(num_seqs * 40)
+                call = Layer(planner, num_seqs, 40, no_context=True, new=new)
+                gpu.record(call)
+                assert described(on_both_roads(gpu, call)) == places_of(new)
+        assert len(planner.bindings) == 1
+
+
+@pytest.mark.parametrize(
+    "new",
+    [(None, None), new_tokens(80, offset=4), new_tokens(80, slot=2 * HEAD_SIZE + 4)],
+    ids=["not given", "unaligned", "odd stride"],
+)
+def test_where_new_tokens_cannot_be_fetched_the_cache_is_read(new):
+    with stub_gpu("cuda") as gpu:
+        call = Layer(make_planner(), 2, 40, no_context=True, new=new)
+        gpu.record(call)
+        assert described(on_both_roads(gpu, call)) == places_of(call.caches)
+
+
+def test_each_layer_is_launched_with_descriptors_of_its_own_caches():
+    with stub_gpu("cuda") as gpu:
+        planner = make_planner()
+        layers = [Layer(planner, 2, 40) for _ in range(3)]
+        for call in layers * 2:
+            gpu.record(call)
+            assert described(gpu.record(call)) == places_of(call.caches)
+        assert len(planner.bindings) == 1
 
 
 # Each list holds calls that Triton tells apart, and some that it does not.

@@ -133,15 +133,17 @@ def test_hopeless_configs_are_pruned_with_a_reason(key):
 
 def test_what_runs_as_another_config_is_pruned():
     """Cached keys are no new tokens, and decode fetches no window by descriptor."""
-    for key, load in (
-        (KEYS[2], "new"),
-        (decode_key(sliding_window=512), "descriptor"),
+    cached, window = KEYS[2], decode_key(sliding_window=512)
+    for key, block_n, load, instead in (
+        (cached, 64, "new", "descriptor"),
+        (cached, 128, "new", "pointer"),  # tiles of more than a block
+        (window, 64, "descriptor", "pointer"),
     ):
-        default = spec_of(key).default(key, H200)
-        plain, same = (default.replace(LOAD=name) for name in ("pointer", load))
+        default = spec_of(key).default(key, H200).replace(BLOCK_N=block_n)
+        plain, same = (default.replace(LOAD=name) for name in (instead, load))
         kept, dropped = prune(key, [same, plain], H200, keep=2)
         assert kept == [plain]
-        assert dropped[0].reason == "runs as LOAD=pointer here"
+        assert dropped[0].reason == f"runs as LOAD={instead} here"
         assert prune(key, [same], H200, keep=2)[0] == [same]
     fresh = spec_of(KEYS[0]).default(KEYS[0], H200)
     both = [fresh.replace(LOAD=name) for name in ("pointer", "new")]

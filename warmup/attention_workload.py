@@ -150,6 +150,7 @@ class AttentionWorkload:
             block_size=fields["block_size"],
             device=DeviceInfo.detect(self.device),
             kind=kind,
+            has_window=bool(fields["sliding_window"]),
         )
 
     def _with(self, config: KernelConfig) -> AttentionConfig:

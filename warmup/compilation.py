@@ -252,6 +252,7 @@ def _attend(fields: dict[str, Any], config: KernelConfig, device: DeviceInfo) ->
         block_size=block_size,
         device=device,
         kind=plan.StepKind.of(0 if is_prefill else num_seqs, no_context, is_prefill),
+        has_window=bool(fields["sliding_window"]),
     )
     name = "prefill" if is_prefill else "decode"
     pairs = new_tensor(

@@ -109,6 +109,7 @@ def _attention_default(
         block_size=fields["block_size"],
         device=device,
         kind=kind,
+        has_window=bool(fields["sliding_window"]),
     )
 
 

@@ -492,17 +492,17 @@ def prune(
     readouts = readouts or {}
     given = list(dict.fromkeys(configs))
     times = estimates_us(key, given, device, readouts)
-    replaced, members = _replaced_loads(key), frozenset(given)
+    members = frozenset(given)
     reasons: dict[int, str] = {}  # by number: hashing configs takes most of the time
     for number, config in enumerate(given):
         readout = readouts.get(config) if readouts else None
         reason = over_limit(readout, device) if readout else None
         if reason is None and times[number] == math.inf:
             reason = "no unit can hold a program of it"
-        if reason is None and replaced and config.get("LOAD") in replaced:
-            twin = config.replace(LOAD="pointer")
-            if twin in members:
-                reason = f"runs as LOAD={twin['LOAD']} here"
+        if reason is None:
+            load = _load_in_use(config, key)
+            if load != config.get("LOAD") and config.replace(LOAD=load) in members:
+                reason = f"runs as LOAD={load} here"
         if reason is not None:
             reasons[number] = reason
     numbers = [number for number in range(len(given)) if number not in reasons]
@@ -522,13 +522,15 @@ def prune(
     return kept, [Pruned(given[n], reason) for n, reason in sorted(reasons.items())]
 
 
-def _replaced_loads(key: TuningKey) -> frozenset[str]:
-    """Values of LOAD in whose place the kernel does what "pointer" says."""
-    fields = key.to_dict()
-    replaced = set() if fields.get("no_context") else {"new"}
-    if key.kernel == "decode" and fields["sliding_window"]:
-        replaced.add("descriptor")
-    return frozenset(replaced)
+def _load_in_use(config: KernelConfig, key: TuningKey) -> Any:
+    """What the kernels do for a config's LOAD where they cannot do as it says."""
+    load, fields = config.get("LOAD"), key.to_dict()
+    if load == "new" and not fields.get("no_context"):
+        within_block = fields["block_size"] % config["BLOCK_N"] == 0
+        return "descriptor" if within_block else "pointer"
+    if load == "descriptor" and key.kernel == "decode" and fields["sliding_window"]:
+        return "pointer"  # prefill clears what lies before a window, decode does not
+    return load
 
 
 def _few_programs(readout: Readout | None, most: int) -> str:

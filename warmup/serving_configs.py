@@ -21,7 +21,11 @@ from portable_backend.warmup.records import TuningKey
 
 
 def default_of(
-    model: ModelShape, limits: EngineLimits, device: DeviceInfo, kind: plan.StepKind
+    model: ModelShape,
+    limits: EngineLimits,
+    device: DeviceInfo,
+    kind: plan.StepKind,
+    window: int,
 ) -> AttentionConfig:
     """What attention serves with where records say nothing."""
     return plan.default_config(
@@ -32,6 +36,7 @@ def default_of(
         block_size=limits.block_size,
         device=device,
         kind=kind,
+        has_window=window > 0,
     )
 
 
@@ -65,7 +70,7 @@ def recorded_for(
     prefill, decode = (None if c.grade == "default" else c.config for c in choices)
     if prefill is None and decode is None:
         return None
-    default = default_of(model, limits, device, kind)
+    default = default_of(model, limits, device, kind, window)
     return AttentionConfig(
         prefill or default.prefill, decode or default.decode, default.merge
     )
@@ -95,7 +100,7 @@ class ServingConfigs:
             kind: of the steps.
             window: sliding window of the layers; 0: none.
         """
-        yield default_of(self.model, self.limits, self.device, kind)
+        yield default_of(self.model, self.limits, self.device, kind, window)
         if self.lookup is not None:
             config = recorded_for(
                 self.lookup, self.model, self.limits, self.device, kind, window
