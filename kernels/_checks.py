@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from portable_backend.kernels.plan import AttentionPlanner
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-MIN_SCALE = 1e-6  # masked scores must stay hugely negative after it
+# Masked scores must stay hugely negative after it, and all others well above them.
+MIN_SCALE, MAX_SCALE = 1e-6, 1e6
 MAX_PARAMETER = 4096  # of a config
 MAX_WINDOW = 1 << 30  # positions and window are added in 32 bits
 
@@ -91,13 +92,7 @@ def check_attention(
                 "call .contiguous()",
             )
         _check_reach(name, "heads", tensor.shape[1], tensor.stride(1))
-    if any(
-        stride == 0 and size > 1
-        for size, stride in zip(out.shape, out.stride(), strict=True)
-    ):
-        raise bad_argument(
-            "out", "one place for each element", out.stride(), "do not expand it"
-        )
+    check_places("out", out)
     if out.device != query.device:
         raise bad_argument("out", f"on {query.device}", out.device, "move it there")
     check_batch(batch, query.device)
@@ -144,6 +139,17 @@ def _check_cache(
             name, f"on query's device {device}", cache.device, "move one of them"
         )
     _check_reach(name, "slots of a block", cache.shape[1], cache.stride(1))
+
+
+def check_places(name: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor to be written whose elements share places."""
+    if any(
+        stride == 0 and size > 1
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    ):
+        raise bad_argument(
+            name, "one place for each element", tensor.stride(), "do not expand it"
+        )
 
 
 def _check_reach(name: str, what: str, count: int, stride: int) -> None:
@@ -213,7 +219,7 @@ def check_contents(
     starts, seq_lens = batch.query_start_loc, batch.seq_lens
     query_lens = torch.diff(starts)
     if (
-        int(starts[0]) < 0
+        int(starts[0]) != 0
         or int(query_lens.min()) < 0
         or int(starts[-1]) > query.shape[0]
     ):
@@ -262,10 +268,10 @@ def check_contents(
 def _check_options(
     options: AttentionOptions, num_query_heads: int, device: torch.device
 ) -> None:
-    if not MIN_SCALE <= options.scale < math.inf:
+    if not MIN_SCALE <= options.scale <= MAX_SCALE:
         raise bad_argument(
             "scale",
-            f"finite, at least {MIN_SCALE}",
+            f"from {MIN_SCALE} to {MAX_SCALE}",
             options.scale,
             "use head_size ** -0.5",
         )

@@ -309,7 +309,8 @@ class _Step:
         if plan.num_seqs != batch.seq_lens.shape[0]:
             raise _another_step(batch, plan)
         self.tensors = (batch.block_table, batch.query_start_loc)
-        self.addresses = tuple(tensor.data_ptr() for tensor in self.tensors)
+        table, starts = self.tensors
+        self.addresses = (table.data_ptr(), starts.data_ptr())
         self.stride_table = batch.block_table.stride(0)
         self.reads_new = (
             plan.num_tiles > 0

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from portable_backend.device import DeviceInfo
 from portable_backend.errors import bad_argument
+from portable_backend.kernels._checks import check_places
 from portable_backend.kernels._direct import (
     Bindings,
     Launch,
@@ -154,6 +155,10 @@ def write_kv_cache(
         _BINDINGS[signature] = binding
     if num_tokens == 0:
         return
+    if key_cache_ptr == value_cache_ptr != 0:  # 0: without storage
+        raise bad_argument(
+            "value_cache", "a place of its own", "key_cache's", "pass two caches"
+        )
     if binding.interpreted:
         _check_slots(slot_mapping, key_cache)
     num_vectors = num_tokens * binding.vectors_per_token
@@ -283,6 +288,7 @@ def _check(
                 f"{list(cache.shape)} with strides {cache.stride()}",
                 "pass a 4-D view with head_size innermost",
             )
+        check_places(f"{name}_cache", cache)
         if new.dim() != 3 or new.shape[1:] != cache.shape[2:]:
             raise bad_argument(
                 name,

@@ -22,6 +22,7 @@ import triton.language as tl
 
 from portable_backend.device import DeviceInfo
 from portable_backend.errors import bad_argument
+from portable_backend.kernels._checks import check_places
 from portable_backend.kernels._direct import (
     Bindings,
     Launch,
@@ -186,7 +187,7 @@ def rms_norm(
     Args:
         x: [..., row_size], fp16, bf16 or fp32; last stride 1, others free.
         weight: [row_size] or None; may be fp32 beside a 16-bit x.
-        eps: added to the mean square.
+        eps: added to the mean square, at least 0.
         residual: like x; its dtype is x's.
         out: like x, may be x itself; None allocates.
         residual_out: like x, may be residual itself; None allocates.
@@ -198,6 +199,8 @@ def rms_norm(
     Raises:
         ValueError: a shape, dtype, stride or device does not fit, before any launch.
     """
+    if not 0 <= eps < math.inf:
+        raise bad_argument("eps", "finite, at least 0", eps, "models use 1e-6 to 1e-5")
     if residual is None and residual_out is not None:
         raise bad_argument(
             "residual_out", "None without residual", "a tensor", "omit it"
@@ -446,13 +449,5 @@ def _check(
             )
     for name in ("out", "residual_out"):
         tensor = others[name]
-        if tensor is not None and any(
-            stride == 0 and size > 1
-            for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-        ):
-            raise bad_argument(
-                name,
-                "one place for each element",
-                tensor.stride(),
-                "do not expand it",
-            )
+        if tensor is not None:
+            check_places(name, tensor)

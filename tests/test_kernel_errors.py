@@ -209,6 +209,7 @@ ATTENTION = {
     "scale is tiny": (options(scale=1e-30), ("scale", "1e-30", "head_size")),
     "scale is zero": (options(scale=0.0), ("scale", "0.0", r"head_size \*\* -0.5")),
     "scale is negative": (options(scale=-1.0), ("scale", "-1.0", "head_size")),
+    "scale is huge": (options(scale=1e20), ("scale", "1e+20", "head_size")),
     "scale is NaN": (options(scale=float("nan")), ("scale", "nan", "head_size")),
     "window is zero": (options(sliding_window=0), ("sliding_window", "0", "None")),
     # vLLM passes (-1, -1) or window - 1 in places: never taken as "no window".
@@ -373,6 +374,12 @@ def test_rms_norm_refuses_one_tensor_for_both_results(device):
     )
 
 
+@pytest.mark.parametrize("eps", [-1e-6, float("nan"), float("inf")])
+def test_rms_norm_refuses_an_eps_that_makes_no_number(eps, device):
+    x = torch.ones(2, 64, device=device)
+    refused("eps", str(eps), lambda: rms_norm(x, None, eps), device, "1e-6")
+
+
 def test_rms_norm_refuses_residual_out_without_residual(device):
     x = torch.ones(2, 64, device=device)
     refused(
@@ -417,6 +424,12 @@ WRITE = {
     "value is strided": ("value", last_axis_strided, "2)", "contiguous"),
     "key cache is 3-D": ("key_cache", lambda t: t[0], "[16, 2, 64]", "4-D"),
     "key cache is strided": ("key_cache", last_axis_strided, "2)", "innermost"),
+    "key cache is expanded": (
+        "key_cache",
+        lambda t: t[:1].expand(3, -1, -1, -1),
+        "(0, 128",
+        "expand",
+    ),
     "key cache is fp32": ("key_cache", lambda t: t.float(), "float32", "convert"),
     "value cache is fp8": ("value_cache", lambda t: t.to(FP8), "float8", "fp8.*not"),
     "key cache is bytes": (
@@ -440,6 +453,13 @@ def test_cache_write_refuses(what, device):
     inputs = cache_inputs(device)
     inputs[name] = change(inputs[name])
     refused(name, given, lambda: write_kv_cache(**inputs), device, remedy)
+
+
+def test_cache_write_refuses_one_place_for_both_caches(device):
+    inputs = cache_inputs(device)
+    write_kv_cache(**inputs)
+    inputs["value_cache"] = inputs["key_cache"].view(3, 16, 2, 64)
+    refused("value_cache", "key_cache", lambda: write_kv_cache(**inputs), device, "two")
 
 
 @pytest.mark.parametrize(
@@ -503,6 +523,7 @@ def test_cpu_tensors_without_the_interpreter_name_the_variable(what):
     ("name", "given", "spoil"),
     [
         ("query_start_loc", "1, 40]", lambda b: b.query_start_loc[-1:].fill_(40)),
+        ("query_start_loc", "[1, ", lambda b: b.query_start_loc[:1].fill_(1)),
         ("query_start_loc", "9, 5]", lambda b: b.query_start_loc[1:].copy_(FALLING)),
         ("max_query_len", "12", lambda b: b.query_start_loc[1:2].fill_(0)),
         ("seq_lens", "-5", lambda b: b.seq_lens[1:].fill_(-5)),
@@ -512,6 +533,7 @@ def test_cpu_tensors_without_the_interpreter_name_the_variable(what):
     ],
     ids=[
         "rows",
+        "rising from 1",
         "falling",
         "longest",
         "negative",
