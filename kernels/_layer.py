@@ -61,38 +61,13 @@ class AttentionLayer:
         self.kind: int = kind
 
 
-class NewTokens:
-    """A step's own keys and values, which a kernel may read instead of the cache.
-
-    Args:
-        key, value: as for `paged_attention`, which checks them.
-    """
-
-    __slots__ = ("addresses", "look", "rows", "tensors")
-
-    def __init__(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        self.tensors = (key, value)
-        self.addresses = (key.data_ptr(), value.data_ptr())
-        key_shape, value_shape = key.shape, value.shape
-        self.rows = (key_shape[:1], value_shape[:1])
-        self.look: tuple[object, ...] = (
-            key_shape, value_shape, key.stride(), value.stride(), key.dtype,
-            value.dtype, key.device, value.device,
-            (self.addresses[0] | self.addresses[1]) & 15 == 0,
-        )  # fmt: skip
-
-    def layout(self) -> tuple[object, ...]:
-        """The look without the numbers of tokens, which steps change."""
-        key_shape, value_shape = (tensor.shape for tensor in self.tensors)
-        return key_shape[1:], value_shape[1:], *self.look[2:]
-
-
 def look_of(
     query: torch.Tensor,
     out: torch.Tensor,
     layer: AttentionLayer,
     addresses: tuple[int, int],
-    new: NewTokens | None,
+    new: tuple[torch.Tensor, torch.Tensor] | None,
+    new_addresses: tuple[int, int],
 ) -> tuple[object, ...]:
     """What checks and launches depend on beside the step and the layer's kind.
 
@@ -102,6 +77,7 @@ def look_of(
     Args:
         addresses: of out and query.
         new: this step's keys and values, where they are read.
+        new_addresses: theirs.
     """
     key_ptr, value_ptr = layer.addresses
     look: tuple[object, ...] = (
@@ -115,7 +91,12 @@ def look_of(
         options = layer.options
         look = (*look, *map(_per_head, (options.sinks, options.alibi_slopes)))
     if new is not None:
-        look = (*look, *new.look)
+        key, value = new
+        look = (
+            *look, key.shape, key.stride(), key.dtype, key.device,
+            value.shape, value.stride(), value.dtype, value.device,
+            (new_addresses[0] | new_addresses[1]) & 15 == 0,
+        )  # fmt: skip
     return look
 
 
@@ -154,3 +135,9 @@ def _per_head(tensor: torch.Tensor | None) -> tuple[object, ...] | None:
         return None
     kind = pointer_class(tensor)
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, kind
+
+
+def new_layout(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Of this step's keys or values; the number of tokens is no part of it."""
+    aligned = tensor.data_ptr() % 16 == 0
+    return tensor.stride(), tensor.shape[1:], tensor.dtype, tensor.device, aligned

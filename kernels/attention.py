@@ -33,14 +33,14 @@ from portable_backend.kernels._direct import (
 )
 from portable_backend.kernels._layer import (
     AttentionLayer,
-    NewTokens,
     look_of,
+    new_layout,
     signature_of,
 )
 from portable_backend.kernels._softmax import LOG2E
 from portable_backend.kernels.config import AttentionConfig, KernelConfig
 from portable_backend.kernels.decode import _decode_kernel, _merge_kernel
-from portable_backend.kernels.plan import AttentionPlan, AttentionPlanner, Buffers
+from portable_backend.kernels.plan import AttentionPlan, AttentionPlanner
 from portable_backend.kernels.prefill import _prefill_kernel
 
 
@@ -190,10 +190,12 @@ def attend(
     merger = plan.merger
     merges = merger == "kernel" or (merger == "captured" and capturing())
     addresses = (out.data_ptr(), query.data_ptr())
-    new: NewTokens | None = None
+    new: tuple[torch.Tensor, torch.Tensor] | None = None
+    new_addresses = (0, 0)
     if step.reads_new and key is not None and value is not None:
-        new = NewTokens(key, value)
-    look = look_of(query, out, layer, addresses, new)
+        new = (key, value)
+        new_addresses = (key.data_ptr(), value.data_ptr())
+    look = look_of(query, out, layer, addresses, new, new_addresses)
     seen = step.seen.get((layer.kind, merges))
     if seen is None or seen.look != look:
         binding = _binding_for(query, layer, batch, plan, step, out, new, merges)
@@ -208,7 +210,7 @@ def attend(
     if stream is None:
         _launch(
             binding,
-            _Rest(binding, plan, step.tensors, planner.buffers, step.stride_table),
+            _Rest(binding, plan, step, new, direct=False),
             None, (out, query), (key_cache, value_cache), new,
             (sinks, slopes) if layer.per_head else None,
         )  # fmt: skip
@@ -216,16 +218,14 @@ def attend(
         return out
     rest = seen.rest
     if rest is None:
-        rest = seen.rest = _Rest(
-            binding, plan, step.addresses, planner.addresses, step.stride_table
-        )
+        rest = seen.rest = _Rest(binding, plan, step, new, direct=True)
     per_head = None
     if layer.per_head:
         per_head = (
             None if sinks is None else sinks.data_ptr(),
             None if slopes is None else slopes.data_ptr(),
         )
-    _launch(binding, rest, stream, addresses, layer.addresses, new, per_head)
+    _launch(binding, rest, stream, addresses, layer.addresses, new_addresses, per_head)
     return out
 
 
@@ -236,7 +236,7 @@ def _binding_for(
     plan: AttentionPlan,
     step: _Step,
     out: torch.Tensor,
-    new: NewTokens | None,
+    new: tuple[torch.Tensor, torch.Tensor] | None,
     merges: bool,
 ) -> _Binding:
     """The launches for tensors of this look, checked once in the planner's life."""
@@ -245,7 +245,7 @@ def _binding_for(
     )
     if new is not None:
         needed = plan.num_tokens or num_tokens
-        for name, tensor in zip(("key", "value"), new.tensors, strict=True):
+        for name, tensor in zip(("key", "value"), new, strict=True):
             if tensor.dim() != 3 or tensor.shape[0] < needed:
                 raise bad_argument(
                     name,
@@ -253,7 +253,7 @@ def _binding_for(
                     list(tensor.shape),
                     "pass the step's new tokens, or None",
                 )
-        signature = (*signature, *new.layout())
+        signature = (*signature, *map(new_layout, new))
     bindings = plan.planner.bindings
     binding: _Binding | None = bindings.get(signature)
     if binding is None or out_tokens < num_tokens or plan.num_tokens > num_tokens:
@@ -374,7 +374,7 @@ def _bind(
     layer: AttentionLayer,
     batch: PagedBatch,
     out: torch.Tensor,
-    new: NewTokens | None,
+    new: tuple[torch.Tensor, torch.Tensor] | None,
     merges: bool,
 ) -> _Binding:
     """Check everything and fix what the layers of one signature share."""
@@ -398,11 +398,11 @@ def _bind(
     prefill_load, prefill_descriptors = _how_to_load(caches, config.prefill, padded)
     new_descriptors = None
     if new is not None and all(
-        fits_new_descriptors(tensor, key_cache) for tensor in new.tensors
+        fits_new_descriptors(tensor, key_cache) for tensor in new
     ):
         prefill_load = "new"
         tile = (config.prefill["BLOCK_N"], padded)
-        new_descriptors = NewTokenDescriptors(new.tensors, tile)
+        new_descriptors = NewTokenDescriptors(new, tile)
     decode_options = config.decode.options(platform)
     merge_options = config.merge.options(platform)
     prefill_options = config.prefill.options(platform)
@@ -499,32 +499,32 @@ class _Rest:
     """Grids, and all arguments that the layers of a step share.
 
     Args:
-        binding, plan: of the step.
-        table_and_starts: block table and query_start_loc, tensors or, for direct
-            launches, addresses.
-        buffers: of the planner, likewise.
-        stride_table: of the block table.
+        binding, plan, step: what is launched.
+        new: the step's keys and values; only their numbers count.
+        direct: with addresses instead of tensors.
     """
 
     __slots__ = (
-        "decode", "decode_grid", "merge", "merge_grid", "partial", "prefill",
-        "prefill_grid",
+        "decode", "decode_grid", "merge", "merge_grid", "new_rows", "partial",
+        "prefill", "prefill_grid",
     )  # fmt: skip
 
     def __init__(
         self,
         binding: _Binding,
         plan: AttentionPlan,
-        table_and_starts: tuple[Any, Any],
-        buffers: Buffers,
-        stride_table: int,
+        step: _Step,
+        new: tuple[torch.Tensor, torch.Tensor] | None,
+        *,
+        direct: bool,
     ) -> None:
         planner = plan.planner
-        table, starts = table_and_starts
+        table, starts = step.addresses if direct else step.tensors
+        buffers = planner.addresses if direct else planner.buffers
         header, items, splits, tiles, counts, arrivals, partial, lse = buffers
         # Unused pointers still need a tensor; a flag keeps them unread.
         per_head = (header, header)
-        numbers = (*binding.strides, stride_table)
+        numbers = (*binding.strides, step.stride_table)
         num_rows = plan.row_blocks * plan.block_m
         self.prefill = (
             table, *per_head, header, tiles, counts, *numbers, *binding.scalars
@@ -538,6 +538,7 @@ class _Rest:
             num_rows, *binding.scalars,
         )  # fmt: skip
         self.decode_grid = (plan.num_items * planner.num_kv_heads, plan.row_blocks)
+        self.new_rows = (0, 0) if new is None else (new[0].shape[0], new[1].shape[0])
         self.merge = (starts, splits, counts, *binding.strides[:2], num_rows)
         self.merge_grid = (
             plan.num_seqs, plan.decode_query_len * planner.num_query_heads
@@ -550,10 +551,12 @@ def _launch(
     stream: int | None,
     out_and_query: tuple[Any, Any],
     caches: tuple[Any, Any],
-    new: NewTokens | None,
+    new: Any,
     per_head: tuple[Any, Any] | None,
 ) -> None:
     """Launch what the step needs, with addresses if there is a stream, else tensors.
+
+    So are out and query, the caches, the new keys and values, sinks and slopes.
 
     Decode waits for nothing that prefill does: it may start where that leaves room.
     """
@@ -562,13 +565,11 @@ def _launch(
     if prefill is not None:
         tiles: tuple[Any, ...] = caches
         if binding.new_descriptors is not None:
-            assert new is not None
-            key, value = new.tensors
-            rows = (key.shape[0], value.shape[0])
+            of_new, rows = binding.new_descriptors, rest.new_rows
             if stream is None:
-                tiles = binding.new_descriptors.describe(new.tensors, rows)
+                tiles = of_new.describe(new, rows)
             else:
-                tiles = binding.new_descriptors.encode(new.addresses, rows, prefill)
+                tiles = of_new.encode(new, rows, prefill)
         elif binding.prefill_descriptors is not None:
             descriptors = binding.prefill_descriptors
             if stream is None:

@@ -79,8 +79,11 @@ def attention_call(key, config, device):
         block_size=fields["block_size"],
         device=device,
         kind=plan.StepKind.of(
-            0 if prefilling else num_seqs, not fields.get("context_len"), prefilling
+            0 if prefilling else num_seqs,
+            prefilling and not fields["context_len"],
+            prefilling,
         ),
+        has_window=bool(fields["sliding_window"]),
     ).to_dict()
     planner = AttentionPlanner(
         num_query_heads=shape.heads[0], num_kv_heads=shape.heads[1],
