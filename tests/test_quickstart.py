@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The quick start's own logic: arguments, commands, failures. No engine, no network."""
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -278,10 +279,10 @@ def test_no_proxy_stands_between_us_and_our_server(
 
 
 STUBBORN_PARENT = """
-import signal, subprocess, sys, time
+import os, signal, subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-print(child.pid, flush=True)
+print(os.getpid(), child.pid, flush=True)
 time.sleep(60)
 """
 
@@ -294,14 +295,76 @@ def test_stop_ends_what_the_server_spawned_too(quickstart, tmp_path, monkeypatch
     limit = time.monotonic() + 30
     while not log.read_text().strip() and time.monotonic() < limit:
         time.sleep(0.05)
-    child = int(log.read_text())
+    child = int(log.read_text().split()[1])
+    server.is_ready = True
     server.stop()
     assert server.process.returncode == -signal.SIGKILL
+    wait_until_gone(child)
+
+
+def wait_until_gone(pid):
     # A killed orphan may stay for a moment as a zombie of init.
-    status = Path(f"/proc/{child}/stat")
-    while status.exists() and " Z " not in status.read_text():
-        assert time.monotonic() < limit
+    limit = time.monotonic() + 30
+    status = Path(f"/proc/{pid}/stat")
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        while " Z " not in status.read_text():
+            assert time.monotonic() < limit
+            time.sleep(0.05)
+
+
+def test_a_server_that_never_was_ready_is_not_waited_for(
+    quickstart, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(quickstart, "STOP_GRACE_S", 60)
+    monkeypatch.setattr(quickstart, "UNREADY_GRACE_S", 0.2)
+    log = tmp_path / "server.log"
+    command = [sys.executable, "-c", STUBBORN_PARENT]
+    server = quickstart.Server(command, dict(os.environ), 1, log)
+    while not log.read_text().strip() and server.process.poll() is None:
         time.sleep(0.05)
+    server.stop()
+    assert server.process.returncode == -signal.SIGKILL
+    assert "did not stop within 0.2 s" in capsys.readouterr().err
+    wait_until_gone(int(log.read_text().split()[1]))
+
+
+# Runs the quick start with the stub above in place of vLLM.
+INTERRUPTED_RUN = """
+import importlib.util, signal, sys
+path, work_dir, stub = sys.argv[1:]
+spec = importlib.util.spec_from_file_location("quickstart", path)
+quickstart = sys.modules["quickstart"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(quickstart)
+# A job in the background starts with the signal ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+quickstart.STOP_GRACE_S = quickstart.UNREADY_GRACE_S = 60
+quickstart.vllm_is_cpu_build = lambda: True
+quickstart.find_model = lambda *_: "model"
+quickstart.server_command = lambda *_, **__: [sys.executable, "-c", stub]
+sys.exit(quickstart.main(["--work-dir", work_dir]))
+"""
+
+
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGHUP], ids=str)
+def test_a_second_interrupt_kills_the_server_at_once(tmp_path, second):
+    script = ROOT / "scripts" / "quickstart.py"
+    command = [sys.executable, "-c", INTERRUPTED_RUN, script, tmp_path, STUBBORN_PARENT]
+    runner = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    limit = time.monotonic() + 30
+    while not (pids := "".join(p.read_text() for p in tmp_path.glob("*.log"))):
+        assert runner.poll() is None and time.monotonic() < limit
+        time.sleep(0.05)
+    runner.send_signal(signal.SIGINT)
+    for line in runner.stderr:
+        if "stopping the server" in line:
+            runner.send_signal(second)
+            break
+    _, told = runner.communicate(timeout=30)
+    assert runner.returncode == 130
+    assert told == "quickstart: interrupted\n"
+    parent, child = map(int, pids.split())
+    wait_until_gone(child)
+    wait_until_gone(parent)
 
 
 def test_shell_script_rejects_what_it_cannot_do_together():
