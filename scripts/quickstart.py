@@ -17,6 +17,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import socket
@@ -42,6 +43,11 @@ ATTENTION_KERNELS = ("prefill", "decode")
 # A server that answers requests may need this long to end; one that doesn't, has none.
 STOP_GRACE_S = 20
 UNREADY_GRACE_S = 2
+
+# What vLLM puts before a message, and what is no news of a start: warnings, by vLLM,
+# Python, torch's C++ part and an import of Triton, and the lines that continue others.
+LOG_PREFIX = re.compile(r"(\(.*? pid=\d+\) )?((INFO|DEBUG) \S+ \S+ \[\S+\] ?)?")
+NO_NEWS = re.compile(r"\s|$|WARNING |\[W\d|.*\b\w*Warning: |Triton is installed, but ")
 
 
 class QuickstartError(Exception):
@@ -367,8 +373,11 @@ class Server:
         return self.log.read_text(errors="replace").splitlines()
 
     def _last_line(self) -> str:
-        lines = [line for line in self._log_lines() if line.strip()]
-        return lines[-1][-100:] if lines else "no output yet"
+        for line in reversed(self._log_lines()):
+            message = LOG_PREFIX.sub("", line, count=1)
+            if not NO_NEWS.match(message):
+                return message if len(message) <= 100 else message[:97] + "..."
+        return "no news yet"
 
     def _log_tail(self) -> str:
         tail = "\n".join(f"  | {line}" for line in self._log_lines()[-30:])

@@ -230,6 +230,37 @@ def test_server_that_is_not_ready_in_time_is_given_up(quickstart, tmp_path):
     assert server.process.returncode is not None
 
 
+INFO = "(Worker pid=7) INFO 11-30 15:37:48 [core.py:402] "
+ERROR = "ERROR 11-30 15:37:48 [core.py:1] out of memory"
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        (INFO + "init took 2 s", "init took 2 s"),
+        (INFO + "x" * 101, "x" * 97 + "..."),
+        (INFO, None),
+        (INFO + "\tlocal_rank=0", None),
+        (INFO.replace("INFO", "WARNING") + "no Triton", None),
+        ("WARNING 11-30 15:37:48 [vllm.py:725] no Triton", None),
+        (f"(Worker pid=7) {ERROR}", ERROR),
+        ("/lib/a.py:24: DeprecationWarning: `a` is deprecated", None),
+        ("  warnings.warn(", None),
+        ("[W1130 15:38:10.756 utils.cpp:68] Warning: NUMA binding", None),
+        ("Triton is installed, but doesn't include CPU backend.", None),
+        ("Loading shards:   0%\rLoading shards: 100%", "Loading shards: 100%"),
+    ],
+)
+def test_progress_is_the_beginning_of_the_last_line_that_is_no_warning(
+    quickstart, tmp_path, line, told
+):
+    server = quickstart.Server(["true"], dict(os.environ), 1, tmp_path / "log")
+    server.stop()
+    assert server._last_line() == "no news yet"
+    server.log.write_text(f"INFO 11-30 15:37:47 [a.py:1] starting\n{line}\n\n")
+    assert server._last_line() == (told or "starting")
+
+
 def test_another_servers_health_is_not_taken_for_ours(
     quickstart, tmp_path, http_server
 ):
