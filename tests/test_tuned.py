@@ -141,6 +141,19 @@ def test_a_damaged_file_costs_a_warning(tuned, damage, caplog):
     assert len([r for r in caplog.records if r.levelno >= logging.WARNING]) == 1
 
 
+def test_each_layer_that_is_no_folder_costs_a_warning(tuned, caplog):
+    file, absent = tuned.folder / "file", tuned.folder / "absent"
+    file.touch()
+    layers = f"{absent}:{tuned.folder}:{file}"
+    tuned.use(PORTABLE_BACKEND_CACHE_LAYERS=layers)
+    for _ in range(2):
+        assert tuned.module.configs_for_engine(**LAYERS) == {}
+    told = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert len(told) == 2
+    assert all("PORTABLE_BACKEND_CACHE_LAYERS" in text for text in told)
+    assert f"{absent} does not exist" in told[0] and f"{file} is no folder" in told[1]
+
+
 def test_a_lookup_that_breaks_costs_a_warning(tuned, monkeypatch, caplog):
     def broken():
         raise RuntimeError("no source")

@@ -41,6 +41,13 @@ def file_stem(name: str) -> str:
     return quote(name, safe="+")
 
 
+def why_no_folder(path: Path) -> str | None:
+    """What keeps a path from holding records; None where it is a folder."""
+    if os.path.isdir(path):
+        return None
+    return "is no folder" if os.path.exists(path) else "does not exist"
+
+
 @dataclass(frozen=True)
 class LayerFile:
     """What a layer holds for one kernel and GPU, table and journal together.

@@ -107,6 +107,9 @@ def run(args: argparse.Namespace, arguments: list[str]) -> int:
     impls = None if args.impls is None else _chosen("impls", args.impls, tuple(NAMES))
     # vLLM's log would mix with the result on stdout.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    if args.device.partition(":")[0] == "cpu":
+        # Triton reads it when it is imported, which follows.
+        os.environ.setdefault("TRITON_INTERPRET", "1")
     from portable_backend.bench import environment
     from portable_backend.bench.providers import ON_REQUEST, absent_here
     from portable_backend.bench.settings import Settings

@@ -4,6 +4,7 @@
 import argparse
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from portable_backend.kernels.config import KernelConfig
 from portable_backend.settings import Settings
 from portable_backend.warmup.archive import archive_of, read_archive
 from portable_backend.warmup.digest import current_digests
-from portable_backend.warmup.layers import Layer, WritableLayer
+from portable_backend.warmup.layers import Layer, WritableLayer, why_no_folder
 from portable_backend.warmup.lookup import Lookup, SpaceCheck
 from portable_backend.warmup.matching import Environment, current_toolchain
 from portable_backend.warmup.records import SCHEMA, TuningKey, TuningRecord
@@ -148,7 +149,7 @@ def run_export(args: argparse.Namespace) -> int:
 
 def run_import(args: argparse.Namespace) -> int:
     archive = read_archive(args.file)
-    layer = _user_cache(args)
+    layer = _user_cache(args, may_be_made=True)
     archive.merge_into(layer)
     count = len(archive.records)
     result = {"cache_dir": str(layer.root), "records": count}
@@ -167,7 +168,7 @@ def run_merge(args: argparse.Namespace) -> int:
             for held in source.load(kernel):
                 records += held.records
                 problems += held.problems
-    layer = _user_cache(args)
+    layer = _user_cache(args, may_be_made=True)
     layer.merge_in(records)
     result = {"cache_dir": str(layer.root), "records": len(records)}
     _print(
@@ -240,7 +241,7 @@ def _show_progress(verdict: Verdict) -> None:
 
 def _store(args: argparse.Namespace) -> RecordStore:
     settings = _settings()
-    return RecordStore.open(args.cache_dir or settings.cache_dir, settings.cache_layers)
+    return RecordStore.open(_cache_dir(args, settings), settings.cache_layers)
 
 
 def _settings() -> Settings:
@@ -250,8 +251,27 @@ def _settings() -> Settings:
         raise UsageError(str(error)) from None
 
 
-def _user_cache(args: argparse.Namespace) -> WritableLayer:
-    return WritableLayer(USER_CACHE, args.cache_dir or _settings().cache_dir)
+def _user_cache(
+    args: argparse.Namespace, *, may_be_made: bool = False
+) -> WritableLayer:
+    folder = _cache_dir(args, _settings(), may_be_made=may_be_made)
+    return WritableLayer(USER_CACHE, folder)
+
+
+def _cache_dir(
+    args: argparse.Namespace, settings: Settings, *, may_be_made: bool = False
+) -> Path:
+    """The user's cache; one that is named has to exist, unless it may be made."""
+    folder: Path = args.cache_dir or settings.cache_dir
+    is_named = args.cache_dir is not None
+    problem = why_no_folder(folder)
+    if problem and (os.path.exists(folder) or (is_named and not may_be_made)):
+        name = "--cache-dir" if is_named else "PORTABLE_BACKEND_CACHE_DIR"
+        raise UsageError(
+            f"{name} must be a folder of records, but {folder} {problem}; "
+            "let it name another"
+        )
+    return folder
 
 
 def _wanted(args: argparse.Namespace, kernel: str, gpu: str) -> bool:

@@ -21,7 +21,13 @@ from portable_backend.device import interpreting
 from portable_backend.errors import UnsupportedError
 from portable_backend.kernels.config import KernelConfig
 from portable_backend.warmup.digest import current_digests
-from portable_backend.warmup.layers import JOURNAL, TABLE, Layer, WritableLayer
+from portable_backend.warmup.layers import (
+    JOURNAL,
+    TABLE,
+    Layer,
+    WritableLayer,
+    why_no_folder,
+)
 from portable_backend.warmup.lookup import GRADES, Lookup
 from portable_backend.warmup.matching import Environment, current_toolchain
 from portable_backend.warmup.store import SHIPPED, RecordStore
@@ -125,25 +131,31 @@ def _records_of(store: RecordStore, gpu: str) -> Finding:
 def _layer(layer: Layer, digests: Mapping[str, str] | None) -> Iterator[Finding]:
     name, root = layer.name, layer.root
     is_writable = isinstance(layer, WritableLayer)
-    if not os.path.lexists(root) and not is_writable and name != SHIPPED:
+    is_given = not is_writable and name != SHIPPED
+    if is_given and (problem := why_no_folder(root)):
         remedy = "correct PORTABLE_BACKEND_CACHE_LAYERS, or mount the folder"
-        yield Finding("caches", WARNING, f"{name}: {root} does not exist", remedy)
+        yield Finding("caches", WARNING, f"{name}: {root} {problem}", remedy)
         return
-    if is_writable and (problem := why_not_writable(root)):
+    count, stale, problems = _contents(layer, digests)
+    data = {"layer": name, "path": str(root), "records": count, "stale": stale}
+    held = f"{count} records, but " if count else ""
+    unwritable = why_not_writable(root) if is_writable else None
+    if unwritable:
         yield Finding(
             "caches",
             WARNING,
-            f"{name}: {root} cannot be written: {problem}; what is tuned is lost",
+            f"{name}: {held}{root} cannot be written: {unwritable}; "
+            "what is tuned is lost",
             "let PORTABLE_BACKEND_CACHE_DIR name a folder that can be written",
+            data,
         )
     hidden = _unreadable(root)
     if hidden:
         more = f" (and {len(hidden) - 1} more)" if len(hidden) > 1 else ""
-        text = f"{name}: cannot be read: {hidden[0]}{more}"
-        yield Finding("caches", WARNING, text, "correct the permissions")
-    count, stale, problems = _contents(layer, digests)
-    data = {"layer": name, "path": str(root), "records": count, "stale": stale}
-    yield Finding("caches", OK, f"{name}: {count} records in {root}", data=data)
+        text = f"{name}: {held}cannot be read: {hidden[0]}{more}"
+        yield Finding("caches", WARNING, text, "correct the permissions", data)
+    if not (unwritable or hidden):
+        yield Finding("caches", OK, f"{name}: {count} records in {root}", data=data)
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         yield Finding(
