@@ -98,6 +98,7 @@ class _Start:
     compile_s: float = 0.0
     notes: list[str] = field(default_factory=list)
     details: dict[str, Any] = field(default_factory=dict)
+    norms_loaded: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -126,6 +127,39 @@ def prepare_kernels(vllm_config: Any, layers: Layers, num_drafts: int) -> None:
         )
 
 
+def load_norms(device: torch.device) -> None:
+    """Load those kernels of norms that the cache holds; once, and never raises.
+
+    The profile run launches norms before there is a builder, and where vLLM has moved
+    Triton's cache by then, they would be compiled anew.
+
+    Args:
+        device: that the model being loaded is on.
+    """
+    if _start.norms_loaded:
+        return
+    _start.norms_loaded = True
+    try:
+        info = DeviceInfo.detect(device)
+        if info.platform != "interpreter" and plugin.norm_is_enabled():
+            _load_norms(info, device)
+    except Exception as error:  # of any kind: the first builder tells
+        logger.debug("norms are not loaded ahead: %r", error)
+
+
+def _load_norms(info: DeviceInfo, device: torch.device) -> None:
+    from vllm.config import get_current_vllm_config
+
+    needs = _needs_of_norms(get_current_vllm_config(), num_drafts=0)
+    launches = [launch for need in needs for launch in need.launches(info)]
+    by_binary = binaries_of_launches(launches, info)
+    with _caching_in(cache_folder()):
+        missing = missing_binaries(by_binary, info)
+        for binary, uses in by_binary.items():
+            if binary not in missing:
+                _load(uses, device)
+
+
 def _prepare(vllm_config: Any, layers: Layers, num_drafts: int) -> None:
     planner = next(iter(layers))
     device = planner.info
@@ -150,7 +184,7 @@ def _prepare(vllm_config: Any, layers: Layers, num_drafts: int) -> None:
 def _needs(vllm_config: Any, layers: Layers, num_drafts: int) -> list[Needs]:
     found = _needs_of_attention(vllm_config, layers, num_drafts)
     if plugin.norm_is_enabled():
-        found += _needs_of_norms(vllm_config, found[0].limits)
+        found += _needs_of_norms(vllm_config, num_drafts)
     return found
 
 
@@ -224,8 +258,14 @@ def _traits(impls: Sequence[Any]) -> list[ModelTraits]:
     return list(dict.fromkeys(found)) or [ModelTraits()]
 
 
-def _needs_of_norms(vllm_config: Any, limits: EngineLimits) -> list[Needs]:
+def _needs_of_norms(vllm_config: Any, num_drafts: int) -> list[Needs]:
     """Of the model and its drafter."""
+    scheduler = vllm_config.scheduler_config
+    limits = EngineLimits(
+        max_num_seqs=scheduler.max_num_seqs,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        speculative_tokens=num_drafts,
+    )
     parallel = vllm_config.parallel_config
     models = [(vllm_config.model_config, parallel)]
     speculative = vllm_config.speculative_config

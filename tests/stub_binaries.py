@@ -124,6 +124,7 @@ class Engine:
             dtype=self.dtype,
             sliding_window=window or None,
         )
+        self.vllm_config = config
         return pb.Builder(spec, list(layers), config, torch.device("cpu"))
 
     def make_cache(self):
