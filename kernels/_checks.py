@@ -271,7 +271,7 @@ def _check_options(
     if not MIN_SCALE <= options.scale <= MAX_SCALE:
         raise bad_argument(
             "scale",
-            f"from {MIN_SCALE} to {MAX_SCALE}",
+            f"finite, from {MIN_SCALE:g} to {MAX_SCALE:g}",
             options.scale,
             "use head_size ** -0.5",
         )
