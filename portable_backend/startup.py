@@ -108,14 +108,17 @@ _start = _Start()
 def prepare_kernels(vllm_config: Any, layers: Layers, num_drafts: int) -> None:
     """Have every kernel compiled and loaded that steps of these layers can launch.
 
-    Does nothing for layers that were prepared before, in the interpreter, and while a
-    graph is captured. Never raises: what is not ready compiles at its first use.
+    Does nothing for layers that were prepared before, in the interpreter, while a graph
+    is captured, and unless PORTABLE_BACKEND_COMPILE_AHEAD is on. Never raises: what is
+    not ready compiles at its first use.
 
     Args:
         vllm_config: the engine's.
         layers: the impls of each planner; none where they are not known.
         num_drafts: tokens that a request can have beyond one in a decode.
     """
+    if get_settings().compile_ahead == "off":
+        return
     try:
         with _start.lock:
             _prepare(vllm_config, layers, num_drafts)
@@ -136,7 +139,7 @@ def load_norms(device: torch.device) -> None:
     Args:
         device: that the model being loaded is on.
     """
-    if _start.norms_loaded:
+    if _start.norms_loaded or get_settings().compile_ahead == "off":
         return
     _start.norms_loaded = True
     try:

@@ -55,7 +55,10 @@ def settings(tmp_path, monkeypatch):
     monkeypatch.setattr(startup, "_start", startup._Start())
 
     def use(**environ):
-        values = {"PORTABLE_BACKEND_CACHE_DIR": str(tmp_path)} | environ
+        values = {
+            "PORTABLE_BACKEND_CACHE_DIR": str(tmp_path),
+            "PORTABLE_BACKEND_COMPILE_AHEAD": "on",
+        } | environ
         found = Settings.from_env(values)
         monkeypatch.setattr("portable_backend.settings.get_settings", lambda: found)
         monkeypatch.setattr(startup, "get_settings", lambda: found)

@@ -14,6 +14,8 @@ import pytest
 import torch
 from stub_suites import check_suite
 
+from portable_backend.settings import Settings
+
 pytestmark = pytest.mark.vllm
 HOLD = """
 import sys, time
@@ -31,6 +33,8 @@ def startup(monkeypatch):
     from portable_backend import startup
 
     monkeypatch.setattr(startup, "_start", startup._Start())
+    ahead = Settings.from_env({"PORTABLE_BACKEND_COMPILE_AHEAD": "on"})
+    monkeypatch.setattr(startup, "get_settings", lambda: ahead)
     return startup
 
 
