@@ -18,7 +18,6 @@ from portable_backend.kernels.attention import attend
 from portable_backend.metadata import PlanKey, PortableMetadata
 from portable_backend.plugin import NAME
 from portable_backend.settings import get_settings
-from portable_backend.startup import load_norms
 
 logger = init_logger("vllm.portable_backend")
 
@@ -157,7 +156,10 @@ class PortableImpl(AttentionImpl[PortableMetadata]):
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Called when weights are loaded, and again when they are reloaded."""
         device = torch.empty(0, device=current_platform.device_type).device
-        load_norms(device)
+        if get_settings().compile_ahead == "on":
+            from portable_backend.startup import load_norms  # brings compilers along
+
+            load_norms(device)
         if self._options is None:
             self._options = self._make_options(device)
 

@@ -14,10 +14,10 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
 )
 
+from portable_backend import settings
 from portable_backend.errors import UnsupportedError
 from portable_backend.kernels import AttentionPlanner, PagedBatch
 from portable_backend.kernels._checks import differences
-from portable_backend.startup import prepare_kernels
 from portable_backend.tuned import configs_for_engine
 from portable_backend.warmup.buckets import EngineLimits
 
@@ -110,6 +110,12 @@ class PortableMetadataBuilder(AttentionMetadataBuilder[PortableMetadata]):
             key: _planner(key, vllm_config, kv_cache_spec.block_size, device, limits)
             for key in sorted(keys, key=repr)
         }
+        if settings.get_settings().compile_ahead == "on":
+            self._compile_ahead(vllm_config, impls)
+
+    def _compile_ahead(self, vllm_config: Any, impls: list[Any]) -> None:
+        from portable_backend.startup import prepare_kernels  # brings compilers along
+
         layers = {
             planner: [impl for impl in impls if impl.plan_key == key]
             for key, planner in self.planners.items()

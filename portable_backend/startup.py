@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compile and load what an engine's steps can launch, while it starts.
 
-Called by each metadata builder, which is made before graphs are captured and knows its
-planners' configs. What to compile comes from `warmup/binaries.py`; worker processes
-compile what Triton's cache lacks; then each launch takes Triton's ordinary road in this
-process, short of the launch itself, so that the first real one finds its kernel loaded.
+With PORTABLE_BACKEND_COMPILE_AHEAD=on, called by each metadata builder, which is made
+before graphs are captured and knows its planners' configs. What to compile comes from
+`warmup/binaries.py`; worker processes compile what Triton's cache lacks; then each
+launch takes Triton's ordinary road in this process, short of the launch itself, so that
+the first real one finds its kernel loaded.
 """
 
 import contextlib
@@ -108,17 +109,14 @@ _start = _Start()
 def prepare_kernels(vllm_config: Any, layers: Layers, num_drafts: int) -> None:
     """Have every kernel compiled and loaded that steps of these layers can launch.
 
-    Does nothing for layers that were prepared before, in the interpreter, while a graph
-    is captured, and unless PORTABLE_BACKEND_COMPILE_AHEAD is on. Never raises: what is
-    not ready compiles at its first use.
+    Does nothing for layers that were prepared before, in the interpreter, and while a
+    graph is captured. Never raises: what is not ready compiles at its first use.
 
     Args:
         vllm_config: the engine's.
         layers: the impls of each planner; none where they are not known.
         num_drafts: tokens that a request can have beyond one in a decode.
     """
-    if get_settings().compile_ahead == "off":
-        return
     try:
         with _start.lock:
             _prepare(vllm_config, layers, num_drafts)
@@ -139,7 +137,7 @@ def load_norms(device: torch.device) -> None:
     Args:
         device: that the model being loaded is on.
     """
-    if _start.norms_loaded or get_settings().compile_ahead == "off":
+    if _start.norms_loaded:
         return
     _start.norms_loaded = True
     try:

@@ -279,9 +279,9 @@ def lengths_as_on_a_gpu(pb):
 def walk(platform, config, limits, steps, seed=0, compiler=None, on_start=None):
     """Binaries that random steps ask for, by what they are.
 
-    `compiler` is called as Triton's is, each time that Triton's would be. With
-    `on_start` kernels are prepared, as in a real engine; it is called with what that
-    asked for before the first step, whose own list begins then.
+    `compiler` is called as Triton's is, each time that Triton's would be. `on_start` is
+    called with what the start asked for before the first step, whose own list begins
+    then.
     """
     rng, found = random.Random(seed), {}
     pb = modules()
@@ -299,10 +299,7 @@ def walk(platform, config, limits, steps, seed=0, compiler=None, on_start=None):
                 compiler(src, target=target, options=options, **more)
             return gpu.compile(src, target, options)
 
-        idle = contextlib.nullcontext()
-        if on_start is None:
-            idle = mock.patch.object(pb.metadata, "prepare_kernels")
-        with mock.patch.object(triton.compiler, "compile", compile_and_note), idle:
+        with mock.patch.object(triton.compiler, "compile", compile_and_note):
             forms = [(form, False) for form in [*UNPACKED, *PACKED]]
             forms += [(next(iter(UNPACKED)), True)] * (platform == "hip")
             engines = [Engine(config, limits, form, far=far) for form, far in forms]

@@ -34,7 +34,8 @@ def startup(monkeypatch):
 
     monkeypatch.setattr(startup, "_start", startup._Start())
     ahead = Settings.from_env({"PORTABLE_BACKEND_COMPILE_AHEAD": "on"})
-    monkeypatch.setattr(startup, "get_settings", lambda: ahead)
+    for place in ("portable_backend.settings", "portable_backend.startup"):
+        monkeypatch.setattr(f"{place}.get_settings", lambda: ahead)
     return startup
 
 
@@ -56,6 +57,18 @@ def build():
 def test_starts_beside_a_stub_gpu():
     pytest.importorskip("vllm", reason="needs the back end, and so vLLM")
     check_suite("stub_startup", limit_s=600)
+
+
+@pytest.mark.parametrize(("switch", "calls"), [("off", 0), ("on", 1)])
+def test_a_switch_decides_whether_kernels_are_compiled_ahead(
+    build, monkeypatch, switch, calls
+):
+    prepare = mock.Mock()
+    monkeypatch.setattr("portable_backend.startup.prepare_kernels", prepare)
+    found = Settings.from_env({"PORTABLE_BACKEND_COMPILE_AHEAD": switch})
+    monkeypatch.setattr("portable_backend.settings.get_settings", lambda: found)
+    build()
+    assert prepare.call_count == calls
 
 
 def test_the_interpreter_has_nothing_to_prepare(startup, build, caplog, monkeypatch):
