@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How near strategies come to the optimum, on synthetic sweeps.
+"""How near strategies come to the optimum, on synthetic sweeps and recorded ones.
 
-The numbers say how the searches compare on such landscapes, not what a GPU would gain.
+The synthetic ones say how the searches compare on such landscapes, not what a GPU would
+gain. tests/sweeps holds what an H200 measured, recorded by scripts/record_sweeps.py.
 `scripts/compare_strategies.py` prints the whole table for any folder of sweeps.
 """
 
@@ -20,9 +21,10 @@ from portable_backend.device import ARCH_LIMITS, DeviceInfo
 from portable_backend.warmup.compare import Point, Run, geometric_mean, replay
 from portable_backend.warmup.cost_model import CostModel, samples_of
 from portable_backend.warmup.listed_space import ListedSpace
-from portable_backend.warmup.sweeps import write_sweep
+from portable_backend.warmup.sweeps import read_sweeps, write_sweep
 
 ROOT = Path(__file__).resolve().parents[1]
+RECORDED = ROOT / "tests" / "sweeps"
 # The ends of each kernel's range of keys; the seeds are fewer for the slow ones.
 BUCKETS = (0, 3)
 SEEDS = {"random": 20, "evolutionary": 20, "halving": 4, "bayesian": 5}
@@ -45,6 +47,19 @@ def mean_quality(name):
 @pytest.mark.parametrize("name", ["evolutionary", "bayesian", "halving"])
 def test_a_search_comes_within_a_percent_in_15_percent_of_the_trials(name):
     assert mean_quality(name) >= 0.99
+
+
+@pytest.mark.parametrize("name", ["evolutionary", "bayesian", "halving"])
+def test_so_it_does_on_what_a_gpu_measured(name):
+    runs = []
+    for sweep in read_sweeps(RECORDED):
+        assert not sweep.synthetic
+        space = ListedSpace(sweep.configs)
+        runs += [
+            replay(sweep, name, share=0.15, seed=seed, space=space)
+            for seed in range(20)
+        ]
+    assert geometric_mean(run.quality_at(0.15) for run in runs) >= 0.99
 
 
 def test_random_search_does_not():
