@@ -155,10 +155,13 @@ class PortableImpl(AttentionImpl[PortableMetadata]):
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Called when weights are loaded, and again when they are reloaded."""
+        device = torch.empty(0, device=current_platform.device_type).device
+        if get_settings().compile_ahead == "on":
+            from portable_backend.startup import load_norms  # brings compilers along
+
+            load_norms(device)
         if self._options is None:
-            self._options = self._make_options(
-                torch.empty(0, device=current_platform.device_type).device
-            )
+            self._options = self._make_options(device)
 
     def forget_cache(self) -> None:
         """Let go of the cache; vLLM replaces it between profiling and serving."""

@@ -14,6 +14,7 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
 )
 
+from portable_backend import settings
 from portable_backend.errors import UnsupportedError
 from portable_backend.kernels import AttentionPlanner, PagedBatch
 from portable_backend.kernels._checks import differences
@@ -109,6 +110,17 @@ class PortableMetadataBuilder(AttentionMetadataBuilder[PortableMetadata]):
             key: _planner(key, vllm_config, kv_cache_spec.block_size, device, limits)
             for key in sorted(keys, key=repr)
         }
+        if settings.get_settings().compile_ahead == "on":
+            self._compile_ahead(vllm_config, impls)
+
+    def _compile_ahead(self, vllm_config: Any, impls: list[Any]) -> None:
+        from portable_backend.startup import prepare_kernels  # brings compilers along
+
+        layers = {
+            planner: [impl for impl in impls if impl.plan_key == key]
+            for key, planner in self.planners.items()
+        }
+        prepare_kernels(vllm_config, layers, _num_drafts(vllm_config))
 
     def build(
         self,
@@ -214,7 +226,6 @@ def _planner(
 ) -> AttentionPlanner:
     """The planner of one kind of layer, with the configs that records give it."""
     scheduler = vllm_config.scheduler_config
-    speculative = vllm_config.speculative_config
     dtype = vllm_config.model_config.dtype
     layers: dict[str, Any] = {
         "num_query_heads": key.num_query_heads,
@@ -231,7 +242,9 @@ def _planner(
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
             max_model_len=vllm_config.model_config.max_model_len,
             block_size=block_size,
-            speculative_tokens=getattr(speculative, "num_speculative_tokens", None)
+            speculative_tokens=getattr(
+                vllm_config.speculative_config, "num_speculative_tokens", None
+            )
             or 0,
         ),
         max_num_seqs=limits["max_num_seqs"],
@@ -256,13 +269,17 @@ def _key_from_spec(vllm_config: Any, kv_cache_spec: Any) -> PlanKey:
     )
 
 
+def _num_drafts(vllm_config: Any) -> int:
+    """Tokens that a request of a decode can have beyond one."""
+    speculative = vllm_config.speculative_config
+    num_drafts: int = getattr(speculative, "num_speculative_tokens", None) or 0
+    return num_drafts * (2 if getattr(speculative, "parallel_drafting", False) else 1)
+
+
 def _limits(vllm_config: Any, kv_cache_spec: Any) -> dict[str, Any]:
     """The largest step a planner must hold, graph padding and drafts included."""
     scheduler = vllm_config.scheduler_config
-    speculative = vllm_config.speculative_config
-    num_drafts = getattr(speculative, "num_speculative_tokens", None) or 0
-    if getattr(speculative, "parallel_drafting", False):
-        num_drafts *= 2
+    num_drafts = _num_drafts(vllm_config)
     captured = max(vllm_config.compilation_config.cudagraph_capture_sizes or [0])
     max_num_seqs = max(scheduler.max_num_seqs, captured)
     max_num_tokens = max(scheduler.max_num_batched_tokens, captured)

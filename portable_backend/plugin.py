@@ -9,6 +9,7 @@ a config can be parsed or unpickled before general plug-ins are loaded.
 """
 
 import logging
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,9 @@ NORM_OPS = ("rms_norm", "fused_add_rms_norm")
 
 # Below "vllm", whose handlers print it.
 logger = logging.getLogger("vllm.portable_backend")
+
+# As the user has it: vLLM sets it, too, later on.
+TRITON_CACHE_AT_START = os.environ.get("TRITON_CACHE_DIR")
 
 # This process works for another one that has selected PORTABLE.
 _config_came_pickled = False

@@ -18,6 +18,7 @@ _T = TypeVar("_T")
 PREFIX = "PORTABLE_BACKEND_"
 TUNE_MODES = ("off", "load", "startup", "background")
 RMS_NORM_MODES = ("auto", "on", "off")
+SWITCH = ("on", "off")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
@@ -34,6 +35,9 @@ class Settings:
         cache_layers: PORTABLE_BACKEND_CACHE_LAYERS, read-only caches, first hit wins.
         rms_norm: PORTABLE_BACKEND_RMS_NORM: on, off or auto (where it is known to be
             right; everywhere at present).
+        compile_ahead: PORTABLE_BACKEND_COMPILE_AHEAD: on compiles and loads all kernels
+            while an engine starts; off (the default, until it has proved itself on
+            GPUs) leaves that to their first launch.
         log_level: PORTABLE_BACKEND_LOG_LEVEL; None follows vLLM's own level.
     """
 
@@ -42,6 +46,7 @@ class Settings:
     cache_dir: Path
     cache_layers: tuple[Path, ...]
     rms_norm: str
+    compile_ahead: str
     log_level: str | None
 
     @classmethod
@@ -71,6 +76,7 @@ class Settings:
             cache_dir=read("CACHE_DIR", _path, _default_cache_dir(environ)),
             cache_layers=read("CACHE_LAYERS", _paths, ()),
             rms_norm=read("RMS_NORM", _choice(RMS_NORM_MODES), "auto"),
+            compile_ahead=read("COMPILE_AHEAD", _choice(SWITCH), "off"),
             log_level=read("LOG_LEVEL", _log_level, None),
         )
         if problems:

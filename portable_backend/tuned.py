@@ -82,6 +82,13 @@ def configs_for_engine(
     return _as_on_first_rank(found)
 
 
+def grades(device: DeviceInfo) -> dict[str, dict[str, int]]:
+    """By kernel, how many of the keys looked up in this process got which grade."""
+    if not _lookup.cache_info().currsize:
+        return {}  # PORTABLE_BACKEND_TUNE=off, or no records could be read
+    return _lookup(device).grade_counts()
+
+
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 

@@ -62,6 +62,7 @@ class Engine:
 
     def __init__(self, config, limits, form, *, far=False):
         pb = modules()
+        self.config = config
         self.model, self.traits = described(config)
         self.limits = limits
         self.dtype = DTYPES[self.model.dtype]
@@ -101,7 +102,9 @@ class Engine:
                 static_forward_context=layers, cudagraph_capture_sizes=[1, 2, 4, 8]
             ),
             model_config=SimpleNamespace(
-                dtype=self.dtype, max_model_len=self.limits.max_model_len or 4096
+                dtype=self.dtype,
+                max_model_len=self.limits.max_model_len or 4096,
+                hf_text_config=SimpleNamespace(to_dict=lambda: self.config),
             ),
             scheduler_config=SimpleNamespace(
                 max_num_seqs=self.limits.max_num_seqs,
@@ -121,6 +124,7 @@ class Engine:
             dtype=self.dtype,
             sliding_window=window or None,
         )
+        self.vllm_config = config
         return pb.Builder(spec, list(layers), config, torch.device("cpu"))
 
     def make_cache(self):
@@ -272,10 +276,12 @@ def lengths_as_on_a_gpu(pb):
         yield
 
 
-def walk(platform, config, limits, steps, seed=0, compiler=None):
+def walk(platform, config, limits, steps, seed=0, compiler=None, on_start=None):
     """Binaries that random steps ask for, by what they are.
 
-    `compiler` is called as Triton's is, each time that Triton's would be.
+    `compiler` is called as Triton's is, each time that Triton's would be. `on_start` is
+    called with what the start asked for before the first step, whose own list begins
+    then.
     """
     rng, found = random.Random(seed), {}
     pb = modules()
@@ -298,6 +304,9 @@ def walk(platform, config, limits, steps, seed=0, compiler=None):
             forms += [(next(iter(UNPACKED)), True)] * (platform == "hip")
             engines = [Engine(config, limits, form, far=far) for form, far in forms]
             gpu.recording = False
+            if on_start is not None:
+                on_start(dict(found))
+                found.clear()
             for number in range(steps):
                 requests, pad, gpu.in_graph = draw_step(rng, limits)
                 engines[number % len(engines)].step(rng, requests, pad)

@@ -45,7 +45,7 @@ from portable_backend.kernels.kv_cache import write_kv_cache
 from portable_backend.kernels.plan import AttentionPlanner, StepKind
 from portable_backend.kernels.rms_norm import rms_norm
 from portable_backend.kernels.rms_norm_space import ROW_BUCKETS
-from portable_backend.warmup.binary import Binary, binary_of_launch
+from portable_backend.warmup.binary import Binary, binaries_of_launches
 from portable_backend.warmup.buckets import (
     MIN_DECODE_QUERY_LEN,
     EngineLimits,
@@ -101,13 +101,26 @@ def binaries_of(
 ) -> list[Binary]:
     """What serving `model` within `limits` on `device` can launch, without repeats.
 
-    Replaces parts of Triton meanwhile, for the whole process.
-
     Args:
         configs: what steps may be launched with; None: the defaults alone.
 
     Raises:
         UnsupportedError: in the interpreter.
+    """
+    launches = serving_launches(model, traits, limits, device, configs)
+    return list(binaries_of_launches(launches, device))
+
+
+def serving_launches(
+    model: ModelShape,
+    traits: ModelTraits,
+    limits: EngineLimits,
+    device: DeviceInfo,
+    configs: ServingConfigs | None = None,
+) -> list[KernelLaunch]:
+    """Launches that together need every binary of `binaries_of`; many repeat one.
+
+    A model without windows has no attention layers, only norms.
     """
     target_of(device)  # raises for the interpreter
     configs = configs or ServingConfigs(model, limits, device)
@@ -115,10 +128,11 @@ def binaries_of(
     with recording(device) as launches:
         for form in dict.fromkeys(step_forms(configs)):
             calls.attend(form)
-        calls.write()
+        if model.windows:
+            calls.write()
         for norm in model.norms:
             calls.normalise(norm)
-    return _distinct(launches, device)
+    return launches
 
 
 def step_forms(configs: ServingConfigs) -> Iterator[StepForm]:
@@ -177,13 +191,6 @@ def _query_lens(model: ModelShape, longest: int) -> list[int]:
     return list(found.values())
 
 
-def _distinct(launches: list[KernelLaunch], device: DeviceInfo) -> list[Binary]:
-    found: dict[Binary, None] = {}
-    for launch in launches:
-        found[binary_of_launch(launch, device)] = None
-    return list(found)
-
-
 class _Calls:
     """Calls the kernels in each way in which the back end does."""
 
@@ -198,6 +205,7 @@ class _Calls:
         self.model, self.traits, self.limits = model, traits, limits
         self.configs = configs
         self.dtype = DTYPES[model.dtype]
+        self.sinks_dtype = torch.float32 if traits.fp32_sinks else self.dtype
         self.heads, self.kv_heads = model.num_query_heads, model.num_kv_heads
         self.max_decode_query_len = max(MIN_DECODE_QUERY_LEN, limits.decode_query_len)
         # Sizes count on AMD only, and there by whether 32-bit offsets reach the end.
@@ -213,7 +221,7 @@ class _Calls:
         num_decodes = 1 if form.query_len else 0
         lengths = [form.query_len] * num_decodes
         lengths += [longest + 1] * form.has_prefill
-        starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+        starts = torch.tensor([0, *lengths], device="cpu").cumsum(0).to(torch.int32)
         window = form.window or None
         planner = AttentionPlanner(
             num_query_heads=self.heads,
@@ -245,7 +253,9 @@ class _Calls:
             alibi_slopes=_new(self.heads, dtype=torch.float32)
             if self.traits.alibi
             else None,
-            sinks=_new(self.heads, dtype=self.dtype) if self.traits.sinks else None,
+            sinks=_new(self.heads, dtype=self.sinks_dtype)
+            if self.traits.sinks
+            else None,
         )
         with in_graph(form.captured):
             for (query, key, value), caches in itertools.product(

@@ -7,10 +7,9 @@ Triton's cache as that launch.
 """
 
 import base64
-import contextlib
 import hashlib
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +24,10 @@ from portable_backend.errors import bad_argument
 from portable_backend.warmup.compilation import (
     KernelLaunch,
     compiler_for,
+    distinct,
+    forget_compiled,
     ordinary_run,
-    replaced,
+    replaced_here,
     target_of,
 )
 
@@ -96,29 +97,45 @@ def _tuples(value: Any) -> Any:
 class _Told(Exception):
     """Ends a compilation where Triton has said what it would compile."""
 
+    def __init__(self, binary: Binary) -> None:
+        self.binary = binary
 
-def binary_of_launch(launch: KernelLaunch, device: DeviceInfo) -> Binary:
-    """What `launch` needs compiled for `device`.
+
+def binaries_of_launches(
+    launches: Sequence[KernelLaunch], device: DeviceInfo
+) -> dict[Binary, list[KernelLaunch]]:
+    """What launches need compiled for `device`, in order.
+
+    Returns:
+        For each binary its launches, one of each kind that Triton tells apart.
 
     Raises:
         UnsupportedError: in the interpreter.
     """
-    found: list[Binary] = []
+    found: dict[Binary, list[KernelLaunch]] = {}
 
     def tell(src: Any, target: Any = None, options: Any = None, **_: Any) -> None:
-        found.append(binary_of_source(src, options))
-        raise _Told
+        raise _Told(binary_of_source(src, options))
 
-    function = launch.function
-    function.device_caches.clear()  # where Triton keeps its compiler
-    with (
-        compiler_for(device),
-        replaced(triton.compiler, "compile", tell),
-        contextlib.suppress(_Told),
-    ):
-        ordinary_run(function, *launch.args, grid=(1,), warmup=True, **launch.kwargs)
-    function.device_caches.clear()
-    return found[0]
+    with compiler_for(device), replaced_here(triton.compiler, "compile", tell):
+        forget_compiled(launches, device)  # its compiler would be another one
+        try:
+            for launch in distinct(launches, device):
+                binary = _told(launch)
+                found.setdefault(binary, []).append(launch)
+        finally:
+            forget_compiled(launches, device)
+    return found
+
+
+def _told(launch: KernelLaunch) -> Binary:
+    try:
+        ordinary_run(
+            launch.function, *launch.args, grid=(1,), warmup=True, **launch.kwargs
+        )
+    except _Told as told:
+        return told.binary
+    raise AssertionError(f"{launch.kernel} was compiled unasked")
 
 
 def binary_of_source(src: Any, options: Mapping[str, Any]) -> Binary:

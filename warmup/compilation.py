@@ -6,8 +6,8 @@ A recorded launch is then handed to Triton's own warm-up, with a driver that onl
 the target: signature, specialisation and options come from the code that a real launch
 takes, so what is compiled here into Triton's cache is found there by a real launch.
 
-Recording and compiling replace parts of Triton and of the kernels for the whole
-process: use a process of its own, as `compile_pool` does.
+Recording and compiling replace parts of Triton and of the kernels. Only the thread that
+asked for it notices: others meanwhile launch and compile as ever.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ import importlib
 import re
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -51,6 +52,8 @@ _NAMES = {"kv_cache": "write_kv_cache"}
 _KV_BLOCK_SIZES = (16, 64)
 _MAX_DECODE_QUERY_LEN = 8  # AttentionPlanner's default
 ordinary_run: Any = getattr(JITFunction, "run", None)
+# Who replaces parts of Triton also puts them back, before the next one comes.
+_REPLACING = threading.RLock()
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,19 +79,46 @@ class KernelLaunch:
 
 
 class _TargetDriver:
-    """What Triton asks of a driver before anything is loaded."""
+    """What Triton asks of a driver before anything is loaded, for one thread.
 
-    def __init__(self, device: DeviceInfo) -> None:
+    Other threads get the driver in whose place this one stands, as does everybody once
+    `end` has been called: they may have kept a reference.
+    """
+
+    def __init__(self, device: DeviceInfo, ordinary: Any) -> None:
         self._device = device
+        self._ordinary = ordinary  # None: nobody has asked for one yet
+        self._thread: int | None = threading.get_ident()
 
-    def get_current_device(self) -> str:
-        return self._device.arch  # a name for each target's compiled kernels
+    def end(self) -> None:
+        self._thread = None
 
-    def get_current_stream(self, device: Any) -> int:
-        return 0
+    def get_current_device(self) -> Any:
+        if self._is_asked_here():
+            return self._device.arch  # a name for each target's compiled kernels
+        return self._real().get_current_device()
+
+    def get_current_stream(self, device: Any) -> Any:
+        if self._is_asked_here():
+            return 0
+        return self._real().get_current_stream(device)
 
     def get_current_target(self) -> Any:
-        return target_of(self._device)
+        if self._is_asked_here():
+            return target_of(self._device)
+        return self._real().get_current_target()
+
+    def __getattr__(self, name: str) -> Any:
+        # A kernel that is collected in this thread unloads its module.
+        if self._is_asked_here() and self._ordinary is None:
+            raise AttributeError(name)
+        return getattr(self._real(), name)
+
+    def _is_asked_here(self) -> bool:
+        return self._thread == threading.get_ident()
+
+    def _real(self) -> Any:
+        return driver.default if self._ordinary is None else self._ordinary
 
 
 def target_of(device: DeviceInfo) -> Any:
@@ -107,7 +137,7 @@ def target_of(device: DeviceInfo) -> Any:
 
 @contextlib.contextmanager
 def recording(device: DeviceInfo) -> Iterator[list[KernelLaunch]]:
-    """Meanwhile nothing is launched: launches as for `device` join the list."""
+    """Launches of this thread join the list instead, as they would be for `device`."""
     launches: list[KernelLaunch] = []
 
     def record(
@@ -115,11 +145,10 @@ def recording(device: DeviceInfo) -> Iterator[list[KernelLaunch]]:
     ) -> None:
         launches.append(KernelLaunch(name_of(function), function, args, kwargs))
 
-    detect = classmethod(lambda cls, of: device)
     with (
         compiler_for(device),
-        replaced(DeviceInfo, "detect", detect),
-        replaced(JITFunction, "run", record),
+        replaced_here(DeviceInfo, "detect", lambda cls, of: device),
+        replaced_here(JITFunction, "run", record),
     ):
         for name in ("kv_cache", "rms_norm"):
             _forget_lookups(importlib.import_module(f"portable_backend.kernels.{name}"))
@@ -134,15 +163,15 @@ def name_of(function: Any) -> str:
 
 @contextlib.contextmanager
 def in_graph(captured: bool) -> Iterator[None]:
-    """Attention looks captured into a graph, or not."""
+    """Attention looks captured into a graph, or not, to this thread."""
     module = importlib.import_module("portable_backend.kernels.attention")
-    with replaced(module, "capturing", lambda: captured):
+    with replaced_here(module, "capturing", lambda: captured):
         yield
 
 
 @contextlib.contextmanager
 def compiler_for(device: DeviceInfo) -> Iterator[None]:
-    """Triton compiles for `device`, whatever is at hand.
+    """Triton compiles for `device` in this thread, whatever is at hand.
 
     Raises:
         UnsupportedError: in the interpreter.
@@ -152,8 +181,13 @@ def compiler_for(device: DeviceInfo) -> Iterator[None]:
             "Triton's interpreter compiles nothing; unset TRITON_INTERPRET before "
             "Python starts"
         )
-    with replaced(driver, "_active", _TargetDriver(device)):
-        yield
+    with _REPLACING:
+        target = _TargetDriver(device, vars(driver)["_active"])
+        with replaced(driver, "_active", target):
+            try:
+                yield
+            finally:
+                target.end()
 
 
 @contextlib.contextmanager
@@ -165,6 +199,30 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, before)
+
+
+@contextlib.contextmanager
+def replaced_here(
+    owner: Any, name: str, stand_in: Callable[..., Any]
+) -> Iterator[None]:
+    """A function or class method is another one for a while, in this thread alone.
+
+    Whoever keeps a reference has the ordinary one afterwards.
+    """
+    ordinary = vars(owner)[name]
+    of_class = isinstance(ordinary, classmethod)
+    function = ordinary.__func__ if of_class else ordinary
+    thread: int | None = threading.get_ident()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        chosen = stand_in if threading.get_ident() == thread else function
+        return chosen(*args, **kwargs)
+
+    with _REPLACING, replaced(owner, name, classmethod(call) if of_class else call):
+        try:
+            yield
+        finally:
+            thread = None
 
 
 def _forget_lookups(module: ModuleType) -> None:
@@ -181,16 +239,21 @@ def distinct(
 ) -> list[KernelLaunch]:
     """Those of the launches that need a binary of their own, in order."""
     found: dict[str, KernelLaunch] = {}
-    for launch in launches:
-        found.setdefault(identity_of(launch, device), launch)
+    with compiler_for(device):
+        for launch in launches:
+            found.setdefault(_identity(launch, device), launch)
     return list(found.values())
 
 
 def identity_of(launch: KernelLaunch, device: DeviceInfo) -> str:
     """The same for launches that share a binary: kernel, specialisation, options."""
     with compiler_for(device):
-        *_, bind = launch.function.device_caches[device.arch]
-        _, specialisation, options = bind(*launch.args, **launch.kwargs)
+        return _identity(launch, device)
+
+
+def _identity(launch: KernelLaunch, device: DeviceInfo) -> str:
+    *_, bind = launch.function.device_caches[device.arch]
+    _, specialisation, options = bind(*launch.args, **launch.kwargs)
     return f"{launch.kernel} {specialisation} {options}"
 
 
@@ -331,8 +394,14 @@ def _compile(launch: KernelLaunch, device: DeviceInfo) -> Any:
             launch.function, *launch.args, grid=(1,), warmup=True, **launch.kwargs
         )
     # Thousands are compiled one after the other; the cache on disk keeps them.
-    launch.function.device_caches.clear()
+    forget_compiled([launch], device)
     return compiled
+
+
+def forget_compiled(launches: Iterable[KernelLaunch], device: DeviceInfo) -> None:
+    """Drop what Triton keeps of `device` for their functions, its compiler too."""
+    for launch in launches:
+        launch.function.device_caches.pop(device.arch, None)
 
 
 def read_out(compiled: Any, device: DeviceInfo, start: float) -> Readout:

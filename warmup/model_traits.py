@@ -27,6 +27,7 @@ class ModelTraits:
         sinks, alibi: as in AttentionOptions.
         shares_cache: some layers read the cache of another one.
         fp32_norm_weight: RMSNorm gets its weight in fp32, not in the model's dtype.
+        fp32_sinks: so are the sinks.
     """
 
     softcap: bool = False
@@ -34,6 +35,7 @@ class ModelTraits:
     alibi: bool = False
     shares_cache: bool = False
     fp32_norm_weight: bool = False
+    fp32_sinks: bool = False
 
 
 def read_traits(path_or_id: str) -> ModelTraits:

@@ -34,7 +34,7 @@ class StartupReport:
         mode: PORTABLE_BACKEND_TUNE.
         buckets: keys that the engine's steps can fall into.
         grades: by kernel, how many of them got which grade.
-        binaries: compiled kernels that serving can launch.
+        binaries: compiled kernels that serving can launch, those that are ready.
         compiled: those of them that no cache had.
         load_s, tune_s, compile_s: seconds that the start took for each.
         started: ISO time.
@@ -63,12 +63,12 @@ class StartupReport:
             shown = [f"{counts[grade]} {grade}" for grade in GRADES if grade in counts]
             parts.append(f"{kernel} {', '.join(shown)}")
         grades = "; ".join(parts) or "nothing looked up"
-        seconds = ", ".join(
-            f"{name.removesuffix('_s')} {getattr(self, name):.1f} s" for name in _PHASES
-        )
+        seconds = sum(getattr(self, name) for name in _PHASES)
+        present = max(0, self.binaries - self.compiled)
         return (
-            f"{self.gpu} ({self.arch}), tune={self.mode}: {self.buckets} buckets "
-            f"({grades}), {self.binaries} binaries, {self.compiled} compiled; {seconds}"
+            f"{self.binaries} kernels ready: {self.compiled} compiled, {present} were "
+            f"there, in {seconds:.1f} s; grades of {self.buckets} keys: {grades}; "
+            f"{self.gpu} ({self.arch}), tune={self.mode}"
         )
 
     def to_dict(self) -> dict[str, Any]:

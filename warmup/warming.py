@@ -92,6 +92,16 @@ def warm_binaries(
     return warmed
 
 
+def missing_binaries(binaries: Iterable[Binary], device: DeviceInfo) -> list[Binary]:
+    """Those that TRITON_CACHE_DIR does not hold."""
+    folder = Path(os.environ["TRITON_CACHE_DIR"])
+    return [
+        binary
+        for binary in binaries
+        if shared_bytes(folder, *cache_entry(binary, device)) is None
+    ]
+
+
 def _compile(
     binaries: Sequence[Binary],
     device: DeviceInfo,

@@ -1,0 +1,456 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compile and load what an engine's steps can launch, while it starts.
+
+With PORTABLE_BACKEND_COMPILE_AHEAD=on, called by each metadata builder, which is made
+before graphs are captured and knows its planners' configs. What to compile comes from
+`warmup/binaries.py`; worker processes compile what Triton's cache lacks; then each
+launch takes Triton's ordinary road in this process, short of the launch itself, so that
+the first real one finds its kernel loaded.
+"""
+
+import contextlib
+import datetime
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from triton import knobs
+
+from portable_backend import plugin
+from portable_backend.device import DeviceInfo
+from portable_backend.kernels import AttentionPlanner
+from portable_backend.kernels.attention import capturing
+from portable_backend.kernels.config import AttentionConfig
+from portable_backend.kernels.plan import StepKind
+from portable_backend.settings import get_settings
+from portable_backend.tuned import grades
+from portable_backend.warmup.binaries import serving_launches
+from portable_backend.warmup.binary import Binary, binaries_of_launches
+from portable_backend.warmup.buckets import EngineLimits
+from portable_backend.warmup.compilation import KernelLaunch
+from portable_backend.warmup.kernel_specs import DTYPES
+from portable_backend.warmup.model_shapes import ModelShape, NormShape, shape_of_config
+from portable_backend.warmup.model_traits import ModelTraits, traits_of_config
+from portable_backend.warmup.report import StartupReport, write_report
+from portable_backend.warmup.serving_configs import ServingConfigs
+from portable_backend.warmup.warming import Warmed, missing_binaries, warm_binaries
+
+logger = logging.getLogger("vllm.portable_backend.startup")
+
+# In Triton's cache: whoever holds it compiles, other processes wait and find.
+LOCK = "portable_backend.lock"
+# Longer than any model takes; then the holder hangs, and two may well compile at once.
+LOCK_TIMEOUT_S = 300.0
+# Each takes some 400 MB, and there are two dozen kernels.
+MAX_WORKERS = 16
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# Layers by their planner: what `prepare_kernels` is given.
+Layers = Mapping[AttentionPlanner, Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Attention layers of one geometry, or the norms of a model, and their steps.
+
+    Attributes:
+        model: shapes; without windows there are norms only.
+        traits: of the layers.
+        limits: of the steps.
+        configs: (window, kind of step, config of its attention).
+    """
+
+    model: ModelShape
+    traits: ModelTraits
+    limits: EngineLimits
+    configs: tuple[tuple[int, StepKind, AttentionConfig], ...] = ()
+
+    def launches(self, device: DeviceInfo) -> list[KernelLaunch]:
+        planned = {(window, kind): config for window, kind, config in self.configs}
+        configs = _PlannedConfigs(self.model, self.limits, device, planned=planned)
+        return serving_launches(self.model, self.traits, self.limits, device, configs)
+
+
+@dataclass(frozen=True)
+class _PlannedConfigs(ServingConfigs):
+    """The planners' configs, and the defaults of all else, as the back end serves."""
+
+    planned: Mapping[tuple[int, StepKind], AttentionConfig] = field(
+        default_factory=dict
+    )
+
+    def attention(self, kind: StepKind, window: int) -> Iterator[AttentionConfig]:
+        yield self.planned[window, kind]
+
+
+@dataclass
+class _Start:
+    """What this process has made ready so far, for all builders together."""
+
+    needs: set[Needs] = field(default_factory=set)
+    ready: set[Binary] = field(default_factory=set)
+    compiled: int = 0
+    load_s: float = 0.0
+    compile_s: float = 0.0
+    notes: list[str] = field(default_factory=list)
+    details: dict[str, Any] = field(default_factory=dict)
+    norms_loaded: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+_start = _Start()
+
+
+def prepare_kernels(vllm_config: Any, layers: Layers, num_drafts: int) -> None:
+    """Have every kernel compiled and loaded that steps of these layers can launch.
+
+    Does nothing for layers that were prepared before, in the interpreter, and while a
+    graph is captured. Never raises: what is not ready compiles at its first use.
+
+    Args:
+        vllm_config: the engine's.
+        layers: the impls of each planner; none where they are not known.
+        num_drafts: tokens that a request can have beyond one in a decode.
+    """
+    try:
+        with _start.lock:
+            _prepare(vllm_config, layers, num_drafts)
+    except Exception:  # of any kind: the engine serves all the same
+        logger.warning(
+            "kernels are not compiled ahead: each is when it is first launched, which "
+            "makes requests wait; see portable-backend doctor",
+            exc_info=True,
+        )
+
+
+def load_norms(device: torch.device) -> None:
+    """Load those kernels of norms that the cache holds; once, and never raises.
+
+    The profile run launches norms before there is a builder, and where vLLM has moved
+    Triton's cache by then, they would be compiled anew.
+
+    Args:
+        device: that the model being loaded is on.
+    """
+    if _start.norms_loaded:
+        return
+    _start.norms_loaded = True
+    try:
+        info = DeviceInfo.detect(device)
+        if info.platform != "interpreter" and plugin.norm_is_enabled():
+            _load_norms(info, device)
+    except Exception as error:  # of any kind: the first builder tells
+        logger.debug("norms are not loaded ahead: %r", error)
+
+
+def _load_norms(info: DeviceInfo, device: torch.device) -> None:
+    from vllm.config import get_current_vllm_config
+
+    needs = _needs_of_norms(get_current_vllm_config(), num_drafts=0)
+    launches = [launch for need in needs for launch in need.launches(info)]
+    by_binary = binaries_of_launches(launches, info)
+    with _caching_in(cache_folder()):
+        missing = missing_binaries(by_binary, info)
+        for binary, uses in by_binary.items():
+            if binary not in missing:
+                _load(uses, device)
+
+
+def _prepare(vllm_config: Any, layers: Layers, num_drafts: int) -> None:
+    planner = next(iter(layers))
+    device = planner.info
+    if capturing():
+        return  # nothing may be loaded now, and there will be another builder
+    wanted = _needs(vllm_config, layers, num_drafts)
+    needs = [need for need in wanted if need not in _start.needs]
+    if not needs:
+        return
+    _start.needs.update(needs)  # also when it fails: not again for each builder
+    if device.platform != "interpreter":
+        _make_ready(needs, planner)
+    report = _report(device)
+    logger.info("%s", report.line())
+    if device.platform != "interpreter":
+        write_report(report, get_settings().cache_dir)
+
+
+# What is needed
+
+
+def _needs(vllm_config: Any, layers: Layers, num_drafts: int) -> list[Needs]:
+    found = _needs_of_attention(vllm_config, layers, num_drafts)
+    if plugin.norm_is_enabled():
+        found += _needs_of_norms(vllm_config, num_drafts)
+    return found
+
+
+def _needs_of_attention(
+    vllm_config: Any, layers: Layers, num_drafts: int
+) -> list[Needs]:
+    """One for all layers that differ in their window at most."""
+    groups: dict[Any, list[AttentionPlanner]] = {}
+    for planner, impls in layers.items():
+        limits = _limits(vllm_config, planner, num_drafts)
+        model = _shape(planner)
+        for traits in _traits(impls):
+            groups.setdefault((model, traits, limits), []).append(planner)
+    found = []
+    for (model, traits, limits), planners in groups.items():
+        windows = sorted((planner.sliding_window or 0, 1) for planner in planners)
+        configs = tuple(
+            (planner.sliding_window or 0, kind, planner.config_for(kind))
+            for planner in planners
+            for kind in StepKind.within(planner.max_num_seqs)
+        )
+        model = replace(model, windows=tuple(windows))
+        found.append(Needs(model, traits, limits, configs))
+    return found
+
+
+def _shape(planner: AttentionPlanner) -> ModelShape:
+    return ModelShape(
+        name="",
+        dtype=_DTYPE_NAMES[planner.dtype],
+        hidden_size=planner.num_query_heads * planner.head_size,
+        num_layers=1,
+        head_size=planner.head_size,
+        num_query_heads=planner.num_query_heads,
+        num_kv_heads=planner.num_kv_heads,
+        tensor_parallel_size=1,
+        max_model_len=1,
+        norms=(),
+        windows=(),
+    )
+
+
+def _limits(
+    vllm_config: Any, planner: AttentionPlanner, num_drafts: int
+) -> EngineLimits:
+    model_len = vllm_config.model_config.max_model_len
+    return EngineLimits(
+        max_num_seqs=planner.max_num_seqs,
+        max_num_batched_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+        # Only whether a query can be too long for the decode kernel counts. The length
+        # itself may shrink between one builder and the next.
+        max_model_len=min(model_len, planner.max_decode_query_len + 1),
+        block_size=planner.block_size,
+        speculative_tokens=num_drafts,
+    )
+
+
+def _traits(impls: Sequence[Any]) -> list[ModelTraits]:
+    """Each once; layers that share a cache launch all that others do, and more."""
+    shares = any(impl.kv_sharing_target_layer_name is not None for impl in impls)
+    found = [
+        ModelTraits(
+            softcap=bool(impl.logits_soft_cap),
+            sinks=impl.sinks is not None,
+            alibi=impl.alibi_slopes is not None,
+            shares_cache=shares,
+            fp32_sinks=impl.sinks is not None and impl.sinks.dtype == torch.float32,
+        )
+        for impl in impls
+    ]
+    return list(dict.fromkeys(found)) or [ModelTraits()]
+
+
+def _needs_of_norms(vllm_config: Any, num_drafts: int) -> list[Needs]:
+    """Of the model and its drafter."""
+    scheduler = vllm_config.scheduler_config
+    limits = EngineLimits(
+        max_num_seqs=scheduler.max_num_seqs,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        speculative_tokens=num_drafts,
+    )
+    parallel = vllm_config.parallel_config
+    models = [(vllm_config.model_config, parallel)]
+    speculative = vllm_config.speculative_config
+    drafter = getattr(speculative, "draft_model_config", None)
+    if drafter is not None:
+        of_drafter = getattr(speculative, "draft_parallel_config", None)
+        models.append((drafter, of_drafter or parallel))
+    found = []
+    for model_config, parallel_config in models:
+        text = getattr(model_config, "hf_text_config", None)
+        if text is None:
+            continue
+        config = text.to_dict()
+        shape = _norm_shape(model_config, config, parallel_config)
+        found.append(Needs(shape, traits_of_config(config), limits))
+    return found
+
+
+def _norm_shape(
+    model_config: Any, config: Mapping[str, Any], parallel_config: Any
+) -> ModelShape:
+    dtype = _DTYPE_NAMES[model_config.dtype]
+    ranks = getattr(parallel_config, "tensor_parallel_size", 1)
+    try:
+        shape = shape_of_config(config, "", tensor_parallel_size=ranks, dtype=dtype)
+    except ValueError as error:
+        # Not a layout that we read: at least the norms that every model has.
+        logger.debug("norms of heads are not looked for: %s", error)
+        hidden_size = model_config.get_hidden_size()
+        norms = tuple(NormShape(hidden_size, fused, 1, 1) for fused in (True, False))
+        shape = ModelShape(
+            "", dtype, hidden_size, 1, hidden_size, 1, 1, ranks, 1, norms, ()
+        )
+    return replace(shape, windows=(), max_model_len=1, num_layers=1)
+
+
+# Getting it
+
+
+def _make_ready(needs: Sequence[Needs], planner: AttentionPlanner) -> None:
+    began = time.monotonic()
+    device = planner.info
+    launches = [launch for need in needs for launch in need.launches(device)]
+    by_binary = binaries_of_launches(launches, device)
+    listed = time.monotonic()
+    folder = cache_folder()
+    with _caching_in(folder):
+        warmed = _compile(list(by_binary), device, folder)
+        compiled = time.monotonic()
+        failures = dict(warmed.failures)
+        for binary, uses in by_binary.items():
+            failure = failures.get(binary) or _load(uses, planner.device)
+            if failure is None:
+                _start.ready.add(binary)
+            else:
+                failures[binary] = failure
+    ended = time.monotonic()
+    _start.compiled += warmed.compiled
+    _start.compile_s += compiled - listed
+    _start.load_s += listed - began + ended - compiled
+    _start.details["triton_cache"] = str(folder)
+    for name, seconds in (("list_s", listed - began), ("module_s", ended - compiled)):
+        total = _start.details.get(name, 0.0) + seconds
+        _start.details[name] = round(total, 3)
+    _tell_failures(failures)
+
+
+def cache_folder() -> Path:
+    """The user's TRITON_CACHE_DIR, else Triton's own folder, else vLLM's.
+
+    vLLM sets TRITON_CACHE_DIR when it compiles a model, to a folder for each rank and
+    set of options; some versions do so whether it is set or not. What is loaded here is
+    found wherever it lies, so ranks and engines can share one.
+    """
+    folder = plugin.TRITON_CACHE_AT_START or knobs.cache.get_triton_dir("cache")
+    path = Path(folder).expanduser().absolute()
+    if plugin.TRITON_CACHE_AT_START or _is_writable(path):
+        return path
+    return Path(knobs.cache.dir).absolute()
+
+
+def _is_writable(folder: Path) -> bool:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK)
+
+
+@contextlib.contextmanager
+def _caching_in(folder: Path) -> Iterator[None]:
+    """Triton and workers use that cache meanwhile."""
+    before = os.environ.get("TRITON_CACHE_DIR")
+    os.environ["TRITON_CACHE_DIR"] = str(folder)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TRITON_CACHE_DIR"]
+        else:
+            os.environ["TRITON_CACHE_DIR"] = before
+
+
+def _compile(binaries: Sequence[Binary], device: DeviceInfo, folder: Path) -> Warmed:
+    """Compile what is missing; nothing is written, or waited for, where nothing is."""
+    if not missing_binaries(binaries, device):
+        return Warmed(present=len(binaries))
+    with turn(folder):
+        missing = missing_binaries(binaries, device)
+        if missing:
+            logger.info(
+                "compiling %d of %d kernels into %s; the next start finds them",
+                len(missing),
+                len(binaries),
+                folder,
+            )
+        workers = min(MAX_WORKERS, len(os.sched_getaffinity(0)))
+        return warm_binaries(binaries, device, workers=workers)
+
+
+@contextlib.contextmanager
+def turn(folder: Path, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
+    """One process of the host at a time, unless one holds its turn for too long.
+
+    Triton's cache bears several at once: they would only do the same work. The lock of
+    a process that ends, however it does, is free.
+    """
+    from filelock import Timeout, UnixFileLock
+
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = UnixFileLock(folder / LOCK, timeout=timeout_s)
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(lock)
+        except (Timeout, OSError, NotImplementedError) as error:
+            logger.warning(
+                "%s: compiling without waiting for other processes: %s", folder, error
+            )
+        yield
+
+
+def _load(launches: Iterable[KernelLaunch], device: torch.device) -> str | None:
+    """Have Triton know and the device hold what launches need; or why not."""
+    of_gpu = device.type == "cuda"
+    with torch.cuda.device(device) if of_gpu else contextlib.nullcontext():
+        try:
+            for launch in launches:
+                compiled = launch.function.run(
+                    *launch.args, grid=(1,), warmup=True, **launch.kwargs
+                )
+                if compiled is not None:  # a hook of Triton's may have refused
+                    _ = compiled.run  # loads it
+        except Exception as error:  # whatever compilers and drivers raise
+            return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _tell_failures(failures: Mapping[Binary, str]) -> None:
+    if not failures:
+        return
+    notes = [f"{binary}: {failure}" for binary, failure in failures.items()]
+    _start.notes += notes
+    logger.warning(
+        "%d kernels are not ready, steps that launch them compile them or fail: %s%s",
+        len(notes),
+        notes[0],
+        " and others" if len(notes) > 1 else "",
+    )
+
+
+def _report(device: DeviceInfo) -> StartupReport:
+    found = grades(device)
+    return StartupReport(
+        gpu=device.name,
+        arch=device.arch,
+        mode=get_settings().tune,
+        buckets=sum(sum(counts.values()) for counts in found.values()),
+        grades=found,
+        binaries=len(_start.ready),
+        compiled=_start.compiled,
+        load_s=round(_start.load_s, 3),
+        tune_s=0.0,
+        compile_s=round(_start.compile_s, 3),
+        started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        notes=tuple(_start.notes),
+        extra=dict(_start.details),
+    )
