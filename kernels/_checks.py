@@ -377,6 +377,7 @@ def check_config(config: AttentionConfig) -> None:
         ("prefill", "LOAD", ("pointer", "descriptor", "new")),
         ("prefill", "REFERENCE", ("running", "diagonal")),
         ("prefill", "QUERY", ("shared", "registers")),
+        ("prefill", "DELAY_PV", (False, True)),
         ("decode", "LOAD", ("pointer", "descriptor")),
         ("decode", "MERGE", ("kernel", "last", "captured")),
     ):
@@ -384,7 +385,7 @@ def check_config(config: AttentionConfig) -> None:
         if kind not in kinds:
             raise bad_argument(
                 f"config.{kernel} {name}",
-                " or ".join(kinds),
+                " or ".join(map(str, kinds)),
                 repr(kind),
                 "correct the config",
             )

@@ -274,6 +274,18 @@ def _softcap_by(softcap: float | None, dtype: torch.dtype) -> int:
     return 1 if dtype.itemsize == 2 and softcap <= 256 else 2
 
 
+def _delay_by(
+    config: KernelConfig, causal: bool, dtype: torch.dtype, platform: str
+) -> int:
+    """How probabilities travel to the next tile: 0 not, 1 in pairs, 2 as they are.
+
+    Without a fixed reference, and in calls that are not causal, there is no such loop.
+    """
+    if not config["DELAY_PV"] or config["REFERENCE"] == "running" or not causal:
+        return 0
+    return 1 if platform == "cuda" and dtype.itemsize == 2 else 2
+
+
 def capturing() -> bool:
     """Whether launches go into a graph now instead of to the device."""
     return _gpu_is_there() and torch.cuda.is_current_stream_capturing()
@@ -409,6 +421,7 @@ def _bind(
     overlap = bool(
         plan.num_tiles and plan.num_items and decode_options.get("launch_pdl")
     )
+    softcap_by = _softcap_by(softcap, planner.dtype)
     sizes = {
         "NUM_QUERIES_PER_KV": planner.queries_per_kv,
         "HEAD_SIZE": planner.head_size,
@@ -418,7 +431,7 @@ def _bind(
     common = sizes | {
         "CAUSAL": options.causal,
         "HAS_WINDOW": window is not None,
-        "SOFTCAP": _softcap_by(softcap, planner.dtype),
+        "SOFTCAP": softcap_by,
         "ALIBI": options.alibi_slopes is not None,
         "SINKS": options.sinks is not None,
         "BLOCK_SIZE": planner.block_size,
@@ -439,13 +452,17 @@ def _bind(
         "BLOCK_SPLITS": config.merge["BLOCK_SPLITS"],
         "EARLY_START": bool(merge_options.get("launch_pdl")),
     }
+    if softcap_by == 1 and platform == "cuda":
+        softcap_by = 3  # prefill computes more than it reads
     prefill = common | {
+        "SOFTCAP": softcap_by,
         "BLOCK_M": config.prefill["BLOCK_M"],
         "BLOCK_N": config.prefill["BLOCK_N"],
         "PACK": config.prefill["PACK"],
         "LOAD": prefill_load,
         "REFERENCE": config.prefill["REFERENCE"],
         "QUERY": config.prefill["QUERY"],
+        "DELAY_PV": _delay_by(config.prefill, options.causal, planner.dtype, platform),
         "NUM_STAGES": config.prefill["num_stages"],
         "OVERLAP": overlap,
         "EARLY_START": bool(prefill_options.get("launch_pdl")),

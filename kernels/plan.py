@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from portable_backend.kernels.attention import PagedBatch
 
 HEAD_SIZES = (32, 256)  # smallest, largest
+# Tokens from which on a prompt of which nothing is cached pays for larger tiles.
+LONG_PROMPT = 4096
 
 
 @dataclass(frozen=True)
@@ -61,31 +63,43 @@ class StepKind:
         max_decodes: requests that take the decode kernel, rounded up to a power of two.
         no_context: as in PagedBatch.
         mixed: the step has prefills and decodes.
+        long_prompts: nothing is cached, all are prefills, and one has LONG_PROMPT
+            tokens or more.
     """
 
     max_decodes: int = 1
     no_context: bool = False
     mixed: bool = False
+    long_prompts: bool = False
 
     @classmethod
-    def of(cls, num_decodes: int, no_context: bool, has_prefill: bool) -> StepKind:
-        """The kind of a step with these numbers."""
+    def of(
+        cls,
+        num_decodes: int,
+        no_context: bool,
+        has_prefill: bool,
+        longest: int = 0,
+    ) -> StepKind:
+        """The kind of a step with these numbers; `longest` in new tokens."""
+        alone = has_prefill and num_decodes == 0
         return cls(
             max_decodes=1 << max(num_decodes - 1, 0).bit_length(),
             no_context=no_context,
             mixed=has_prefill and num_decodes > 0,
+            long_prompts=alone and no_context and longest >= LONG_PROMPT,
         )
 
     @classmethod
     def within(cls, max_num_seqs: int) -> list[StepKind]:
         """Every kind that steps of at most max_num_seqs requests have."""
         powers = range(max(max_num_seqs - 1, 0).bit_length() + 1)
-        return [
+        kinds = [
             cls(1 << power, no_context, mixed)
             for power in powers
             for no_context in (False, True)
             for mixed in (False, True)
         ]
+        return [*kinds, cls(no_context=True, long_prompts=True)]
 
 
 class Buffers(NamedTuple):
@@ -390,7 +404,7 @@ class AttentionPlanner:
             has_prefill = bool(long_lens)
         # Lengths have no say: a captured graph of decodes is replayed with others.
         choice = self.choice_for(
-            StepKind.of(num_decodes, batch.no_context, has_prefill)
+            StepKind.of(num_decodes, batch.no_context, has_prefill, longest)
         )
         tile_tokens, can_split = choice.tile_tokens, choice.can_split
         num_tiles = 0
@@ -504,6 +518,7 @@ def default_config(
             device=device,
             no_context=kind.no_context,
             with_decodes=kind.mixed,
+            long_prompts=kind.long_prompts,
         ),
         decode=decode.default_config(
             head_size=head_size,

@@ -68,6 +68,7 @@ def default_config(
     device: DeviceInfo,
     no_context: bool = False,
     with_decodes: bool = False,
+    long_prompts: bool = False,
 ) -> KernelConfig:
     """A config that is right everywhere and sensible on the architectures we know.
 
@@ -79,12 +80,13 @@ def default_config(
         device: what the kernel will run on.
         no_context: nothing is cached; the step's own keys and values are all there is.
         with_decodes: the step has decodes, too, whose programs share the units.
+        long_prompts: nothing is cached, and prompts have thousands of tokens.
     """
     padded = triton.next_power_of_2(head_size)
     block_m, block_n, num_warps = _TILES.get(device.arch, _SMALL_TILE)
     num_stages = 2 if device.platform == "cuda" else 1
     pack = max(p for p in (1, 2, 4) if num_queries_per_kv % p == 0)
-    load, query, maxnreg = "pointer", "shared", None
+    load, query, maxnreg, delay_pv = "pointer", "shared", None, False
     if device.platform == "interpreter":
         pack = num_queries_per_kv if num_queries_per_kv <= block_m else 1
     elif element_size == 4:
@@ -95,12 +97,13 @@ def default_config(
     elif padded > 128 and device.arch not in ("sm90", "sm100"):
         block_m, block_n, num_warps = 64, min(block_n, 32), 4
     elif device.arch == "sm90":
-        if no_context:
-            load = "new"
-        elif block_size % block_n == 0:
+        if block_size % block_n == 0 and (not no_context or padded > 128):
             load = "descriptor"
+        elif no_context:
+            load = "new"
         if padded > 128:
-            pass
+            pack = min(pack, 2)
+            delay_pv = load == "descriptor"
         elif load == "pointer":
             # Addresses cost registers: more warps, as many as let two programs of a
             # unit take turns.
@@ -111,12 +114,11 @@ def default_config(
             block_m, num_warps = 64, 4
             if padded <= 64:
                 pass
-            elif no_context:
+            elif no_context and not long_prompts:
                 block_n, maxnreg, pack = 32, 128, min(pack, 2)  # four programs
-            elif with_decodes:
-                num_stages = 3  # leaves room for a decode program
             else:
-                num_stages, query = 3, "registers"  # long loops
+                # Two, which leave room for one of decode's.
+                num_stages, delay_pv = 3, True
     limit = device.limits.shared_bytes_per_block
     while (
         shared_elements(block_m, block_n, padded, num_stages, device) * element_size
@@ -142,6 +144,7 @@ def default_config(
         LOAD=load,
         REFERENCE="diagonal" if device.arch in ("sm90", "interpreter") else "running",
         QUERY=query,
+        DELAY_PV=delay_pv,
         num_warps=num_warps,
         num_stages=num_stages,
         maxnreg=maxnreg,
@@ -253,7 +256,8 @@ def _load_full_tile(
         tile = cache.load([first_row + pos, kv_head, 0])
         tile = tile.reshape(BLOCK_N, HEAD_SIZE_PADDED)
     elif LOAD == "descriptor":
-        tile = cache.load([ids, kv_head, pos % BLOCK_SIZE, 0])
+        slot = 0 if BLOCK_N == BLOCK_SIZE else pos % BLOCK_SIZE
+        tile = cache.load([ids, kv_head, slot, 0])
         tile = tile.reshape(BLOCK_N, HEAD_SIZE_PADDED)
     else:
         offsets = tile_offsets(
@@ -266,6 +270,130 @@ def _load_full_tile(
 
 
 @device_function
+def _exponentials(
+    s, key_pos, m_i, query_pos, slopes, qk_scale, cap_scale, cap_log2,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+):  # fmt: skip
+    """Probabilities of a tile's scores, relative to m_i."""
+    s = shape_scores(
+        s, key_pos, query_pos, slopes, qk_scale, cap_scale, cap_log2, SOFTCAP, ALIBI
+    )
+    if SOFTCAP or ALIBI:
+        p = tl.math.exp2(s - m_i[:, None])
+    else:
+        p = tl.math.exp2(s * qk_scale - m_i[:, None])
+    return p
+
+
+@device_function
+def _four_sums(p):
+    """[rows, 4]: sums that stay in their lanes."""
+    return tl.sum(tl.sum(p.reshape(p.shape[0], p.shape[1] // 8, 4, 2), 3), 1)
+
+
+@device_function
+def _carried(p, dtype: tl.constexpr, DELAY_PV: tl.constexpr):
+    """Probabilities as they travel to the next step: rounded, two in a register.
+
+    Triton would carry 16-bit values one by one, in a register each. Only a single
+    instruction both rounds and packs: with more, ptxas runs matrix instructions one by
+    one.
+    """
+    if DELAY_PV == 1:
+        even, odd = tl.split(p.reshape(p.shape[0], p.shape[1] // 2, 2))
+        p = tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;"
+            if dtype == tl.bfloat16
+            else "cvt.rn.f16x2.f32 $0, $2, $1;",
+            "=r,f,f",
+            [even, odd],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        p = p.to(dtype)
+    return p
+
+
+@device_function
+def _arrived(carried, dtype: tl.constexpr, DELAY_PV: tl.constexpr):
+    """Probabilities from what `_carried` made of them."""
+    p = carried
+    if DELAY_PV == 1:
+        even, odd = tl.inline_asm_elementwise(
+            "mov.b32 {$0, $1}, $2;",
+            "=h,=h,r",
+            [carried],
+            dtype=(tl.int16, tl.int16),
+            is_pure=True,
+            pack=1,
+        )
+        pairs = tl.join(even, odd)
+        p = pairs.reshape(pairs.shape[0], pairs.shape[1] * 2).to(dtype, bitcast=True)
+    return p
+
+
+@device_function
+def _attend_delayed(
+    acc, sums, m_i, q, key_cache, value_cache, block_table, ids,
+    lo, hi, start, last, first_row, query_pos, slopes, kv_head,
+    stride_k_block, stride_k_slot, stride_k_head,
+    stride_v_block, stride_v_slot, stride_v_head,
+    qk_scale, cap_scale, cap_log2,
+    LOAD: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_SIZE: tl.constexpr, HEAD_SIZE_PADDED: tl.constexpr, NUM_STAGES: tl.constexpr,
+    DELAY_PV: tl.constexpr,
+):  # fmt: skip
+    """The loop of _attend_unmasked with each tile's values a step late.
+
+    So the matrix unit has a product to do while exponentials are computed. `sums` are
+    zeros, `ids` the first tile's.
+    """
+    # The first step has zeros, and the values of a tile that every row sees.
+    if DELAY_PV == 1:
+        carried = tl.zeros([BLOCK_M, BLOCK_N // 2], tl.int32)
+    else:
+        carried = tl.zeros([BLOCK_M, BLOCK_N], q.dtype)
+    ids_v = ids
+    for pos in tl.range(lo, hi, BLOCK_N, num_stages=NUM_STAGES):
+        k = _load_full_tile(
+            key_cache, ids, pos, first_row, kv_head,
+            stride_k_block, stride_k_slot, stride_k_head,
+            LOAD, BLOCK_SIZE, BLOCK_N, HEAD_SIZE, HEAD_SIZE_PADDED,
+        )  # fmt: skip
+        s = tl.dot(q, k.to(q.dtype).T, input_precision="ieee")
+        v = _load_full_tile(
+            value_cache, ids_v, tl.maximum(pos - BLOCK_N, lo), first_row, kv_head,
+            stride_v_block, stride_v_slot, stride_v_head,
+            LOAD, BLOCK_SIZE, BLOCK_N, HEAD_SIZE, HEAD_SIZE_PADDED,
+        )  # fmt: skip
+        p = _arrived(carried, q.dtype, DELAY_PV)
+        acc = tl.dot(p, v.to(q.dtype), acc, input_precision="ieee")
+        p = _exponentials(
+            s, pos + tl.arange(0, BLOCK_N), m_i, query_pos, slopes,
+            qk_scale, cap_scale, cap_log2, SOFTCAP, ALIBI,
+        )  # fmt: skip
+        sums += _four_sums(p)
+        carried = _carried(p, q.dtype, DELAY_PV)
+        if LOAD != "new":
+            # A selection, always the first: passed on as it is, `ids` would keep the
+            # loop from being pipelined.
+            ids_v = tl.where(pos >= lo, ids, 0)
+            ids = page_ids(block_table, pos + BLOCK_N, start, last, BLOCK_N, BLOCK_SIZE)
+    if lo < hi:
+        v = _load_full_tile(
+            value_cache, ids_v, hi - BLOCK_N, first_row, kv_head,
+            stride_v_block, stride_v_slot, stride_v_head,
+            LOAD, BLOCK_SIZE, BLOCK_N, HEAD_SIZE, HEAD_SIZE_PADDED,
+        )  # fmt: skip
+        p = _arrived(carried, q.dtype, DELAY_PV)
+        acc = tl.dot(p, v.to(q.dtype), acc, input_precision="ieee")
+    return acc, sums
+
+
+@device_function
 def _attend_unmasked(
     acc, m_i, q, key_cache, value_cache, block_table,
     lo, hi, start, last, first_row, query_pos, slopes, kv_head,
@@ -275,6 +403,7 @@ def _attend_unmasked(
     LOAD: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HEAD_SIZE: tl.constexpr, HEAD_SIZE_PADDED: tl.constexpr, NUM_STAGES: tl.constexpr,
+    DELAY_PV: tl.constexpr,
 ):  # fmt: skip
     """Fold keys lo..hi, which every row sees, against the fixed reference m_i.
 
@@ -285,32 +414,41 @@ def _attend_unmasked(
     ids = 0
     if LOAD != "new":
         ids = page_ids(block_table, lo, start, last, BLOCK_N, BLOCK_SIZE)
-    # Four columns of partial sums stay in their lanes; one sum at the end.
+    # One sum at the end.
     sums = tl.zeros([BLOCK_M, 4], tl.float32)
-    for pos in tl.range(lo, hi, BLOCK_N, num_stages=NUM_STAGES):
-        k = _load_full_tile(
-            key_cache, ids, pos, first_row, kv_head,
+    if DELAY_PV:
+        acc, sums = _attend_delayed(
+            acc, sums, m_i, q, key_cache, value_cache, block_table, ids,
+            lo, hi, start, last, first_row, query_pos, slopes, kv_head,
             stride_k_block, stride_k_slot, stride_k_head,
-            LOAD, BLOCK_SIZE, BLOCK_N, HEAD_SIZE, HEAD_SIZE_PADDED,
-        )  # fmt: skip
-        s = tl.dot(q, k.to(q.dtype).T, input_precision="ieee")
-        key_pos = pos + tl.arange(0, BLOCK_N)
-        s = shape_scores(
-            s, key_pos, query_pos, slopes, qk_scale, cap_scale, cap_log2, SOFTCAP, ALIBI
-        )
-        if SOFTCAP or ALIBI:
-            p = tl.math.exp2(s - m_i[:, None])
-        else:
-            p = tl.math.exp2(s * qk_scale - m_i[:, None])
-        sums += tl.sum(tl.sum(p.reshape(BLOCK_M, BLOCK_N // 8, 4, 2), 3), 1)
-        v = _load_full_tile(
-            value_cache, ids, pos, first_row, kv_head,
             stride_v_block, stride_v_slot, stride_v_head,
-            LOAD, BLOCK_SIZE, BLOCK_N, HEAD_SIZE, HEAD_SIZE_PADDED,
+            qk_scale, cap_scale, cap_log2,
+            LOAD, SOFTCAP, ALIBI, BLOCK_SIZE, BLOCK_M, BLOCK_N,
+            HEAD_SIZE, HEAD_SIZE_PADDED, NUM_STAGES, DELAY_PV,
         )  # fmt: skip
-        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
-        if LOAD != "new":
-            ids = page_ids(block_table, pos + BLOCK_N, start, last, BLOCK_N, BLOCK_SIZE)
+    else:
+        for pos in tl.range(lo, hi, BLOCK_N, num_stages=NUM_STAGES):
+            k = _load_full_tile(
+                key_cache, ids, pos, first_row, kv_head,
+                stride_k_block, stride_k_slot, stride_k_head,
+                LOAD, BLOCK_SIZE, BLOCK_N, HEAD_SIZE, HEAD_SIZE_PADDED,
+            )  # fmt: skip
+            s = tl.dot(q, k.to(q.dtype).T, input_precision="ieee")
+            p = _exponentials(
+                s, pos + tl.arange(0, BLOCK_N), m_i, query_pos, slopes,
+                qk_scale, cap_scale, cap_log2, SOFTCAP, ALIBI,
+            )  # fmt: skip
+            sums += _four_sums(p)
+            v = _load_full_tile(
+                value_cache, ids, pos, first_row, kv_head,
+                stride_v_block, stride_v_slot, stride_v_head,
+                LOAD, BLOCK_SIZE, BLOCK_N, HEAD_SIZE, HEAD_SIZE_PADDED,
+            )  # fmt: skip
+            acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
+            if LOAD != "new":
+                ids = page_ids(
+                    block_table, pos + BLOCK_N, start, last, BLOCK_N, BLOCK_SIZE
+                )
     return acc, tl.sum(sums, 1)
 
 
@@ -355,7 +493,8 @@ def _prefill_kernel(
     # tile
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PACK: tl.constexpr,
     LOAD: tl.constexpr, REFERENCE: tl.constexpr, QUERY: tl.constexpr,
-    NUM_STAGES: tl.constexpr, OVERLAP: tl.constexpr, EARLY_START: tl.constexpr,
+    DELAY_PV: tl.constexpr, NUM_STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+    EARLY_START: tl.constexpr,
 ):  # fmt: skip
     wait_for_earlier(EARLY_START)
     count_launch(counts_ptr, COUNT_PREFILL)
@@ -483,7 +622,7 @@ def _prefill_kernel(
             stride_v_block, stride_v_slot, stride_v_head,
             qk_scale, cap_scale, cap_log2,
             LOAD, SOFTCAP, ALIBI, BLOCK_SIZE, BLOCK_M, BLOCK_N,
-            HEAD_SIZE, HEAD_SIZE_PADDED, NUM_STAGES,
+            HEAD_SIZE, HEAD_SIZE_PADDED, NUM_STAGES, DELAY_PV,
         )  # fmt: skip
         l_i += sums
         # With small values sums can overflow, or have no reciprocal, before acc does.

@@ -76,6 +76,15 @@ def _queries_are_few(c: Config, shape: AttentionShape, device: DeviceInfo) -> bo
     return c["QUERY"] == "shared" or bool(few)
 
 
+def _delay_has_a_loop(c: Config, shape: AttentionShape, device: DeviceInfo) -> bool:
+    return not c["DELAY_PV"] or c["REFERENCE"] == "diagonal"
+
+
+def _delay_pays(c: Config, shape: AttentionShape, device: DeviceInfo) -> bool:
+    free = c["LOAD"] != "pointer" and shape.element_size == 2
+    return not c["DELAY_PV"] or not on_gpu(device) or (device.arch == "sm90" and free)
+
+
 def _waves_help(c: Config, shape: AttentionShape, device: DeviceInfo) -> bool:
     return not c["waves_per_eu"] or device.arch == "gfx1100"
 
@@ -98,6 +107,7 @@ PREFILL_SPACE: ConfigSpace[AttentionShape] = ConfigSpace(
         Parameter("maxnreg", (None, 128), "registers that a lane may have; None: any"),
         Parameter("REFERENCE", ("running", "diagonal"), "what exponents refer to"),
         Parameter("QUERY", ("shared", "registers"), "where queries are held"),
+        Parameter("DELAY_PV", (False, True), "values multiplied a tile later"),
         EARLY_LAUNCH,
         Parameter(
             "waves_per_eu", (0, 2), "0 leaves the choice to the compiler", ("hip",)
@@ -174,6 +184,19 @@ PREFILL_SPACE: ConfigSpace[AttentionShape] = ConfigSpace(
             "queries in registers may take 32 of a lane's at most",
             ("BLOCK_M", "num_warps", "QUERY"),
             _queries_are_few,
+        ),
+        Constraint(
+            "delay_has_a_loop",
+            "with a running maximum the accumulator waits for each tile's rescaling",
+            ("REFERENCE", "DELAY_PV"),
+            _delay_has_a_loop,
+        ),
+        Constraint(
+            "delay_pays",
+            "only sm90's products go on while exponentials are computed, and addresses "
+            "or 4-byte probabilities leave no registers for what travels",
+            ("LOAD", "DELAY_PV"),
+            _delay_pays,
         ),
         EARLY_LAUNCH_EXISTS,
         Constraint(

@@ -167,6 +167,7 @@ def test_a_config_for_another_gpu_is_refused_with_all_reasons():
         LOAD="descriptor",
         REFERENCE="diagonal",
         QUERY="registers",
+        DELAY_PV=True,
         num_warps=8,
         num_stages=3,
         maxnreg=128,
@@ -181,5 +182,6 @@ def test_a_config_for_another_gpu_is_refused_with_all_reasons():
         "descriptor_exists",
         "cap_exists",
         "queries_may_stay",
+        "delay_pays",
         "early_launch",
     ]

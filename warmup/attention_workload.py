@@ -37,7 +37,7 @@ from portable_backend.warmup.gate import (
     untouched,
     worst_of,
 )
-from portable_backend.warmup.kernel_specs import DTYPES
+from portable_backend.warmup.kernel_specs import DTYPES, prefill_kind
 from portable_backend.warmup.records import TuningKey
 from portable_backend.warmup.roofs import roof_us
 
@@ -139,7 +139,7 @@ class AttentionWorkload:
     def _default_configs(self) -> AttentionConfig:
         fields, is_prefill = self.fields, self.key.kernel == "prefill"
         if is_prefill:
-            kind = StepKind.of(0, not fields["context_len"], has_prefill=True)
+            kind = prefill_kind(self.key)
         else:
             kind = StepKind.of(fields["num_seqs"], no_context=False, has_prefill=False)
         return default_config(

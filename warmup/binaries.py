@@ -161,9 +161,12 @@ def step_forms(configs: ServingConfigs) -> Iterator[StepForm]:
             continue
         rest = min(limits.max_num_seqs, limits.max_num_batched_tokens - longest) - 1
         for no_context in (False, True):
-            alone = StepKind.of(0, no_context, has_prefill=True)
+            alone = dict.fromkeys(
+                StepKind.of(0, no_context, has_prefill=True, longest=length)
+                for length in (1, most)
+            )
             kinds = _kinds(rest, no_context, mixed=True) if rest > 0 else []
-            for kind in (alone, *kinds):
+            for kind in (*alone, *kinds):
                 lengths = _query_lens(model, longest) if kind.mixed else [0]
                 for config, query_len in itertools.product(
                     configs.attention(kind, window), lengths

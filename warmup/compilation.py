@@ -314,7 +314,9 @@ def _attend(fields: dict[str, Any], config: KernelConfig, device: DeviceInfo) ->
         dtype=dtype,
         block_size=block_size,
         device=device,
-        kind=plan.StepKind.of(0 if is_prefill else num_seqs, no_context, is_prefill),
+        kind=plan.StepKind.of(
+            0 if is_prefill else num_seqs, no_context, is_prefill, query_len
+        ),
         has_window=bool(fields["sliding_window"]),
     )
     name = "prefill" if is_prefill else "decode"

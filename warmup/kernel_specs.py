@@ -114,8 +114,15 @@ def _attention_default(
 
 
 def _prefill_default(key: TuningKey, device: DeviceInfo) -> KernelConfig:
-    kind = plan.StepKind.of(0, not key.to_dict()["context_len"], has_prefill=True)
-    return _attention_default(key, device, kind).prefill
+    return _attention_default(key, device, prefill_kind(key)).prefill
+
+
+def prefill_kind(key: TuningKey) -> plan.StepKind:
+    """The kind of a prefill key's steps."""
+    fields: dict[str, Any] = key.to_dict()
+    return plan.StepKind.of(
+        0, not fields["context_len"], has_prefill=True, longest=fields["query_len"]
+    )
 
 
 def _decode_default(key: TuningKey, device: DeviceInfo) -> KernelConfig:

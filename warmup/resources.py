@@ -309,6 +309,8 @@ def _prefill_work(
         flops *= 1.05  # addresses
     if config.get("REFERENCE") == "running":
         flops *= 1.1
+    if config.get("DELAY_PV"):
+        flops *= 0.9  # exponentials beside products
     return _Work(
         programs=programs,
         flops=flops,
@@ -418,7 +420,7 @@ _WORK: dict[str, Callable[[Mapping[str, Any], KernelConfig, DeviceInfo], _Work]]
 # What the estimate reads of a config; few of them differ in that.
 _READS: dict[str, tuple[str, ...]] = {
     "prefill": (
-        *("BLOCK_M", "BLOCK_N", "PACK", "LOAD", "REFERENCE"),
+        *("BLOCK_M", "BLOCK_N", "PACK", "LOAD", "REFERENCE", "DELAY_PV"),
         *("maxnreg", "num_stages", "num_warps"),
     ),
     "decode": ("BLOCK_N", "CTAS_PER_UNIT", "MIN_CHUNK", "num_stages", "num_warps"),

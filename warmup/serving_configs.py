@@ -2,7 +2,7 @@
 """Every config that a step of an engine can be launched with."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from portable_backend.device import DeviceInfo
 from portable_backend.kernels import plan
@@ -51,11 +51,16 @@ def recorded_for(
     """What records give steps of one kind; None: nothing, the default serves.
 
     Steps with both prefills and decodes keep the default: records are measured on
-    either alone. Prefills of all sizes get the config of full steps, since that is all
-    a kind tells.
+    either alone. So do long prompts where they have a default of their own. Prefills of
+    all other sizes get the config of full steps, since that is all a kind tells.
     """
+    default = default_of(model, limits, device, kind, window)
     if kind.mixed:
         return None
+    if kind.long_prompts:
+        usual = replace(kind, long_prompts=False)
+        if default != default_of(model, limits, device, usual, window):
+            return None
     keys = (
         prefill_key(
             model,
@@ -70,7 +75,6 @@ def recorded_for(
     prefill, decode = (None if c.grade == "default" else c.config for c in choices)
     if prefill is None and decode is None:
         return None
-    default = default_of(model, limits, device, kind, window)
     return AttentionConfig(
         prefill or default.prefill, decode or default.decode, default.merge
     )

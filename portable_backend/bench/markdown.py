@@ -21,6 +21,7 @@ NAMES = {
     "vllm_triton": "vLLM Triton",
     "vllm": "vLLM CUDA",
     "torch_compile": "torch.compile",
+    "copy": "copy",
     "torch": "torch",
 }
 
@@ -28,6 +29,7 @@ NOTES = {
     "attention": "Plans are made ahead, once for all layers of a step; what they cost "
     "on the device is in the rows `plan of`.",
     "features": "The last column compares ours with ours on the plain shape.",
+    "norm": "A copy moves as many bytes.",
     "host": "Microseconds of the CPU per call, without waiting for the device.",
 }
 

@@ -222,7 +222,7 @@ ATTENTION: dict[str, Callable[[Inputs, torch.Tensor], Prepared]] = {
 ON_REQUEST = ("fa3_plain", "portable_exact")
 NEED_VLLM = ("fa3", "fa3_plain", "vllm_triton", "vllm")
 NEED_GPU = (*NEED_VLLM, "torch_compile")
-IMPLEMENTATIONS = (*ATTENTION, "vllm", "torch_compile")
+IMPLEMENTATIONS = (*ATTENTION, "vllm", "torch_compile", "copy")
 
 
 def absent_here(device: torch.device) -> dict[str, str]:
