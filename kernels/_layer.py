@@ -8,8 +8,10 @@ of query and output it is made anew at every call.
 
 from __future__ import annotations
 
+import functools
+import importlib
 import itertools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -61,43 +63,74 @@ class AttentionLayer:
         self.kind: int = kind
 
 
-def look_of(
-    query: torch.Tensor,
-    out: torch.Tensor,
-    layer: AttentionLayer,
-    addresses: tuple[int, int],
-    new: tuple[torch.Tensor, torch.Tensor] | None,
-    new_addresses: tuple[int, int],
-) -> tuple[object, ...]:
-    """What checks and launches depend on beside the step and the layer's kind.
+class _Look:
+    """Layouts, dtypes and devices of tensors, to compare others with."""
 
-    It is compared with that of the step's layer before, not hashed: made in a third of
-    the time of a signature. The tensors' sizes are part of it.
+    def __init__(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        self._looks = [_look(tensor) for tensor in tensors]
+
+    def check(self, *tensors: torch.Tensor) -> bool:
+        """Whether so many other tensors look the same."""
+        return [_look(tensor) for tensor in tensors] == self._looks
+
+
+def _look(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def look_of(*tensors: torch.Tensor) -> Any:
+    """Something whose `check(*others)` says whether others look like these.
+
+    Shapes, strides, dtypes and devices count. It is compared with the step's layer
+    before, in a fraction of the time that a signature takes.
+    """
+    guards = _tensor_guards()
+    if guards is None:
+        return _Look(tensors)
+    return guards(
+        *tensors,
+        dynamic_dims_sizes=[list(tensor.shape) for tensor in tensors],
+        dynamic_dims_strides=[list(tensor.stride()) for tensor in tensors],
+    )
+
+
+@functools.cache
+def _tensor_guards() -> Any:
+    """What torch.compile compares tensors with, at a quarter of our own time.
+
+    None where torch has it no longer, or takes other arguments.
+    """
+    row = torch.empty(2, 3)
+    try:
+        made: Any = importlib.import_module("torch._C._dynamo.guards").TensorGuards
+        guards = made(row, dynamic_dims_sizes=[[2, 3]], dynamic_dims_strides=[[3, 1]])
+        others = (row[:1], row.double(), torch.empty(3, 2).t())
+        if not guards.check(row) or any(guards.check(other) for other in others):
+            return None
+    except Exception:  # a private interface: whatever it does, ours will do
+        return None
+    return made
+
+
+def unusual(
+    layer: AttentionLayer, address_bits: int, tensors: tuple[torch.Tensor, ...]
+) -> tuple[object, ...]:
+    """What launches depend on beside that: empty unless something is out of the way.
 
     Args:
-        addresses: of out and query.
-        new: this step's keys and values, where they are read.
-        new_addresses: theirs.
+        layer: its sinks and slopes, and its caches' alignment.
+        address_bits: the addresses of `tensors`, or'ed.
+        tensors: query, output, and what else the step reads.
     """
+    found: tuple[object, ...] = ()
     key_ptr, value_ptr = layer.addresses
-    look: tuple[object, ...] = (
-        query.shape, query.stride(), query.dtype, query.device,
-        out.shape, out.stride(), out.dtype, out.device,
-    )  # fmt: skip
-    if _direct.ON_HIP or (addresses[0] | addresses[1] | key_ptr | value_ptr) & 15:
-        tensors = (out, query, layer.key_cache, layer.value_cache)
-        look = (*look, *map(pointer_class, tensors))
+    if _direct.ON_HIP or (address_bits | key_ptr | value_ptr) & 15:
+        tensors = (*tensors, layer.key_cache, layer.value_cache)
+        found = tuple(map(pointer_class, tensors))
     if layer.per_head:
         options = layer.options
-        look = (*look, *map(_per_head, (options.sinks, options.alibi_slopes)))
-    if new is not None:
-        key, value = new
-        look = (
-            *look, key.shape, key.stride(), key.dtype, key.device,
-            value.shape, value.stride(), value.dtype, value.device,
-            (new_addresses[0] | new_addresses[1]) & 15 == 0,
-        )  # fmt: skip
-    return look
+        found = (*found, *map(_per_head, (options.sinks, options.alibi_slopes)))
+    return found
 
 
 def signature_of(

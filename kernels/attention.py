@@ -36,6 +36,7 @@ from portable_backend.kernels._layer import (
     look_of,
     new_layout,
     signature_of,
+    unusual,
 )
 from portable_backend.kernels._softmax import LOG2E
 from portable_backend.kernels.config import AttentionConfig, KernelConfig
@@ -189,17 +190,20 @@ def attend(
         object.__setattr__(batch, "_step", step)
     merger = plan.merger
     merges = merger == "kernel" or (merger == "captured" and capturing())
-    addresses = (out.data_ptr(), query.data_ptr())
+    addresses = out_ptr, query_ptr = out.data_ptr(), query.data_ptr()
+    tensors: tuple[torch.Tensor, ...] = (query, out)
     new: tuple[torch.Tensor, torch.Tensor] | None = None
-    new_addresses = (0, 0)
+    new_addresses = key_ptr, value_ptr = 0, 0
     if step.reads_new and key is not None and value is not None:
         new = (key, value)
-        new_addresses = (key.data_ptr(), value.data_ptr())
-    look = look_of(query, out, layer, addresses, new, new_addresses)
-    seen = step.seen.get((layer.kind, merges))
-    if seen is None or seen.look != look:
+        new_addresses = key_ptr, value_ptr = key.data_ptr(), value.data_ptr()
+        tensors = (query, out, key, value)
+    beside = unusual(layer, out_ptr | query_ptr | key_ptr | value_ptr, tensors)
+    kind = (layer.kind, merges, len(tensors))
+    seen = step.seen.get(kind)
+    if seen is None or seen.beside != beside or not seen.look.check(*tensors):
         binding = _binding_for(query, layer, batch, plan, step, out, new, merges)
-        seen = step.seen[layer.kind, merges] = _Seen(look, binding)
+        seen = step.seen[kind] = _Seen(tensors, beside, binding)
     binding = seen.binding
     if plan.num_seqs == 0:
         return out
@@ -299,10 +303,16 @@ def _gpu_is_there() -> bool:
 class _Seen:
     """The look of a layer's tensors in a step, its launches, and their arguments."""
 
-    __slots__ = ("binding", "look", "rest")
+    __slots__ = ("beside", "binding", "look", "rest")
 
-    def __init__(self, look: tuple[object, ...], binding: _Binding) -> None:
-        self.look = look
+    def __init__(
+        self,
+        tensors: tuple[torch.Tensor, ...],
+        beside: tuple[object, ...],
+        binding: _Binding,
+    ) -> None:
+        self.look = look_of(*tensors)
+        self.beside = beside
         self.binding = binding
         self.rest: _Rest | None = None  # with addresses, for direct launches
 
@@ -329,7 +339,8 @@ class _Step:
             and plan.no_context
             and plan.config.prefill["LOAD"] == "new"
         )
-        self.seen: dict[tuple[int, bool], _Seen] = {}  # by kind of layer, who merges
+        # By kind of layer, who merges, and the number of tensors.
+        self.seen: dict[tuple[int, bool, int], _Seen] = {}
         # All of the step that decides which binaries are launched.
         self.kinds = (
             plan.choice.number, plan.num_items > 0,
