@@ -6,25 +6,26 @@
     python -P scripts/end_to_end.py --engines portable,FLASH_ATTN --workloads prefill
 
 Random weights in the shape of 8 layers of Llama-8B. Each engine is a process of its
-own; all start at once, then take turns, workload by workload and round by round, so
-that the chip's clocks treat them alike. Medians; the first tokens that engines choose
-are compared, since a fast wrong answer is none. Exit code 1 if an engine fails or
-disagrees.
+own; all start at once, and when the last one is ready they take turns, workload by
+workload, in each round another one first, so that clocks and neighbours treat them
+alike. Medians, and medians of each round's ratio; the first tokens that engines choose
+are compared, since a fast wrong answer is none. Rounds end with --limit-s. Exit code 1
+if an engine fails or disagrees.
 """
 
 import argparse
-import fcntl
 import json
 import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ WORKLOADS = {
     "prefill": Workload(4, (32768, 32768), (1, 1)),
     "batch": Workload(256, (1024, 1024), (128, 128)),
     "long": Workload(1, (32768, 32768), (128, 128), "output"),
-    "mixed": Workload(128, (16, 8192), (16, 256)),
+    "mixed": Workload(64, (16, 8192), (16, 256)),
 }
 TINY = {
     "prefill": Workload(2, (64, 64), (1, 1)),
@@ -96,16 +97,8 @@ TINY = {
 }
 
 
-@contextmanager
-def turn(lock: Path) -> Iterator[None]:
-    """Wait until no other engine works."""
-    with lock.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def run_engine(args: argparse.Namespace) -> dict[str, Any]:
-    """Start one engine and take its turns; the child's whole work."""
+def run_engine(args: argparse.Namespace, parent: Connection) -> None:
+    """Start one engine, say so, and run each workload whose name comes."""
     engine = ENGINES[args.one]
     os.environ["PORTABLE_BACKEND_RMS_NORM"] = engine.rms_norm
     from vllm import LLM, SamplingParams
@@ -131,7 +124,7 @@ def run_engine(args: argparse.Namespace) -> dict[str, Any]:
         **options,
         **json.loads(args.llm_options),
     )
-    result: dict[str, Any] = {"start_s": time.perf_counter() - started, "times": {}}
+    start_s = time.perf_counter() - started
     vocab_size: int = GEOMETRIES[args.geometry]["vocab_size"]
     prepared = {}
     for name, workload in chosen.items():
@@ -148,61 +141,135 @@ def run_engine(args: argparse.Namespace) -> dict[str, Any]:
         if workload.counted == "all":
             tokens += sum(len(prompt) for prompt, _ in requests)
         prepared[name] = (prompts, params, tokens)
-    result["first_tokens"] = {}
-    for round_number in range(args.rounds + 1):  # the first warms up
-        for name, (prompts, params, tokens) in prepared.items():
-            with turn(args.lock):
-                begin = time.perf_counter()
-                outputs = llm.generate(prompts, params, use_tqdm=False)
-                seconds = time.perf_counter() - begin
-            if round_number == 0:
-                first = [int(o.outputs[0].token_ids[0]) for o in outputs]
-                result["first_tokens"][name] = first
-                continue
-            result["times"].setdefault(name, []).append(tokens / seconds)
-    return result
+    parent.send({"start_s": start_s})
+    while name := parent.recv():
+        prompts, params, tokens = prepared[name]
+        begin = time.perf_counter()
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        seconds = time.perf_counter() - begin
+        first = [int(o.outputs[0].token_ids[0]) for o in outputs]
+        parent.send({"rate": tokens / seconds, "first": first})
+
+
+@dataclass
+class Child:
+    """An engine's process, and what came of it."""
+
+    process: subprocess.Popen[bytes]
+    pipe: Connection
+    log: Path
+    result: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def failed(self) -> bool:
+        return "failed" in self.result
+
+    def answer(self, end: float) -> dict[str, Any] | None:
+        """What the engine says next; None: nothing, and it counts as failed."""
+        reason = "the time limit"
+        try:
+            if self.pipe.poll(max(0.0, end - time.monotonic())):
+                answer: dict[str, Any] = self.pipe.recv()
+                return answer
+        except (EOFError, OSError):
+            reason = f"exit code {self.process.wait()}"
+        tail = self.log.read_text(errors="replace").splitlines()[-12:]
+        self.result["failed"] = "\n".join([reason, *tail])
+        return None
+
+
+def start(
+    args: argparse.Namespace, name: str, model: Path, log: Path, stack: ExitStack
+) -> Child:
+    """Start one engine's process; it ends with the stack."""
+    ours, theirs = Pipe()
+    command = [sys.executable, "-P", __file__, "--one", name, "--model", str(model)]
+    command += ["--pipe", str(theirs.fileno()), "--workloads", ",".join(args.workloads)]
+    for option in ("geometry", "kv_cache_gib", "gpu_memory_utilization", "llm_options"):
+        command += ["--" + option.replace("_", "-"), str(getattr(args, option))]
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+    theirs.close()
+    stack.callback(_end, process)
+    stack.callback(ours.close)
+    return Child(process, ours, log)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Wait for an engine that has been told, then end it and its own processes."""
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=20)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def collect(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
-    """Run every engine in a process of its own; what failed says why."""
+    """Start every engine, have them take turns; what failed says why."""
     model = folder / "model"
     model.mkdir()
     write_config(model, args.geometry)
-    children = {}
-    for i, name in enumerate(args.engines):
-        out = folder / f"{i}.json"
-        command = [sys.executable, "-P", __file__, "--one", name, "--out", str(out)]
-        command += ["--model", str(model), "--lock", str(folder / "lock")]
-        for option in (
-            "rounds", "geometry", "kv_cache_gib", "gpu_memory_utilization",
-            "llm_options",
-        ):  # fmt: skip
-            flag = "--" + option.replace("_", "-")
-            command += [flag, str(getattr(args, option))]
-        command += ["--workloads", ",".join(args.workloads)]
-        log = (args.logs or folder) / f"engine_{i}.log"
-        with log.open("wb") as file:
-            child = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
-        children[name] = (child, out, log)
-    results: dict[str, dict[str, Any]] = {}
     end = time.monotonic() + args.limit_s
-    for name, (child, out, log) in children.items():
-        try:
-            code = child.wait(timeout=max(1.0, end - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            child.kill()
-            code = -1
-        if code == 0 and out.exists():
-            results[name] = json.loads(out.read_text())
-        else:
-            tail = log.read_text(errors="replace").splitlines()[-12:]
-            results[name] = {"failed": "\n".join([f"exit code {code}", *tail])}
-    return results
+    logs = args.logs or folder
+    with ExitStack() as stack:
+        children = {
+            name: start(args, name, model, logs / f"engine_{i}.log", stack)
+            for i, name in enumerate(args.engines)
+        }
+        for child in children.values():
+            child.result |= child.answer(end) or {}
+        take_turns(children, args.workloads, args.rounds, end)
+        for child in children.values():
+            if not child.failed:
+                child.pipe.send("")
+    return {name: child.result for name, child in children.items()}
+
+
+def take_turns(
+    children: dict[str, Child], workloads: list[str], rounds: int, end: float
+) -> None:
+    """Run all workloads in `rounds` rounds after one that warms up.
+
+    A round that would not be done by `end` is not begun.
+    """
+    for child in children.values():
+        child.result |= {"times": {}, "first_tokens": {}}
+    names, longest = list(children), 0.0
+    for number in range(rounds + 1):
+        began = time.monotonic()
+        if number > 1 and began + longest > end:
+            return
+        first = number % len(names)
+        for workload in workloads:
+            for name in names[first:] + names[:first]:
+                child = children[name]
+                if child.failed:
+                    continue
+                child.pipe.send(workload)
+                answer = child.answer(end)
+                if answer is None:
+                    continue
+                if number == 0:
+                    child.result["first_tokens"][workload] = answer["first"]
+                else:
+                    times = child.result["times"].setdefault(workload, [])
+                    times.append(answer["rate"])
+        longest = max(longest, time.monotonic() - began)
 
 
 def agreement(results: dict[str, dict[str, Any]], name: str) -> dict[str, float]:
     """Share of first tokens equal to the first good engine's, of each other engine."""
-    good = {e: r["first_tokens"].get(name) for e, r in results.items() if "times" in r}
+    good = {
+        engine: result["first_tokens"].get(name)
+        for engine, result in results.items()
+        if "failed" not in result
+    }
     reference = next(iter(good.values()), None)
     if not reference:
         return {}
@@ -221,10 +288,15 @@ def report(results: dict[str, dict[str, Any]], workloads: list[str]) -> bool:
         for engine, result in results.items():
             if "failed" in result:
                 continue
-            rate = statistics.median(result["times"][name])
+            rates = result["times"][name]
+            rate = statistics.median(rates)
             line = f"{name:8} {engine:20} {rate:12.0f} tokens/s"
-            if "times" in ours and engine != "portable":
-                ratio = statistics.median(ours["times"][name]) / rate
+            line += f" ({min(rates):.0f} to {max(rates):.0f} in {len(rates)} rounds)"
+            if ours and "failed" not in ours and engine != "portable":
+                ratio = statistics.median(
+                    mine / its
+                    for mine, its in zip(ours["times"][name], rates, strict=True)
+                )
                 line += f"   portable / this {ratio:.2f}"
             if shares[engine] < 0.75:
                 fine = False
@@ -258,7 +330,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engines", default=DEFAULT_ENGINES)
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5, help="timed ones, at most")
     parser.add_argument("--geometry", choices=list(GEOMETRIES), default="llama8b")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.7)
     parser.add_argument(
@@ -272,13 +344,12 @@ def main() -> int:
     parser.add_argument("--limit-s", type=float, default=600)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--logs", type=Path, help="folder for the engines' output")
-    for hidden in ("--one", "--out", "--model", "--lock"):
+    for hidden in ("--one", "--model", "--pipe"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.workloads = names_in(args.workloads, dict(WORKLOADS), "--workloads")
     if args.one:
-        args.lock = Path(args.lock)
-        Path(args.out).write_text(json.dumps(run_engine(args)))
+        run_engine(args, Connection(int(args.pipe)))
         return 0
     args.engines = names_in(args.engines, dict(ENGINES), "--engines")
     if args.logs:

@@ -46,7 +46,8 @@ def test_the_table_shows_medians_and_ratios(script, capsys):
     }
     assert script.report(results, ["batch"])
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["batch", "portable", "300", "tokens/s"]
+    assert lines[0].split()[:4] == ["batch", "portable", "300", "tokens/s"]
+    assert lines[0].endswith("(150 to 600 in 3 rounds)")
     assert lines[1].endswith("portable / this 1.50")
 
 
@@ -69,3 +70,51 @@ def test_names_may_hold_commas(script):
     for wrong in ("portable,nobody", "FLASH", ""):
         with pytest.raises(SystemExit, match="expected some of portable"):
             script.names_in(wrong or "?", script.ENGINES, "--engines")
+
+
+class Pipe:
+    """An engine that answers at once; dies at the turn of that number."""
+
+    def __init__(self, log, name, dies_at=None):
+        self.log, self.name, self.dies_at, self.turns = log, name, dies_at, 0
+
+    def send(self, workload):
+        self.log.append((workload, self.name))
+        self.workload = workload
+
+    def poll(self, timeout):
+        return True
+
+    def recv(self):
+        self.turns += 1
+        if self.turns == self.dies_at:
+            raise EOFError
+        return {"rate": 100.0, "first": [1, 2]}
+
+
+class Process:
+    def wait(self):
+        return -9
+
+
+def test_each_round_begins_with_another_engine_and_goes_on_without_the_dead(
+    script, tmp_path
+):
+    said = []
+    (tmp_path / "log").write_text("killed by somebody")
+    children = {
+        name: script.Child(Process(), Pipe(said, name, dies_at), tmp_path / "log")
+        for name, dies_at in (("a", None), ("b", 3), ("c", None))
+    }
+    script.take_turns(children, ["x", "y"], 2, script.time.monotonic() + 60)
+    assert "".join(name for _, name in said) == "abcabc" + "bca" + "ca" + "caca"
+    assert children["b"].result["failed"] == "exit code -9\nkilled by somebody"
+    assert children["a"].result["times"] == {"x": [100.0] * 2, "y": [100.0] * 2}
+    assert children["a"].result["first_tokens"] == {"x": [1, 2], "y": [1, 2]}
+
+
+def test_rounds_end_with_the_time(script, tmp_path):
+    said = []
+    children = {"a": script.Child(Process(), Pipe(said, "a"), tmp_path)}
+    script.take_turns(children, ["x"], 5, script.time.monotonic() - 1)
+    assert len(said) == 2  # the warm-up, and one that is timed

@@ -60,9 +60,7 @@ def test_an_unaligned_tensor_is_unusual():
 def test_sinks_and_slopes_count_too():
     found, slopes = [], rows(shape=(4,))
     for sinks in (rows(shape=(4,)), rows(shape=(4,), dtype=torch.float32), None):
-        options = AttentionOptions(
-            scale=1.0, sinks=sinks, alibi_slopes=rows(shape=(4,))
-        )
+        options = AttentionOptions(scale=1.0, sinks=sinks, alibi_slopes=slopes)
         layer = _layer.AttentionLayer(rows(), rows(), options)
         found.append(_layer.unusual(layer, 0, (rows(), rows())))
     assert len(set(found)) == 3
