@@ -279,8 +279,8 @@ def test_ordinary_scores_need_no_second_pass(context, pack, device, monkeypatch)
         passes.append(1)
         return attend_tiles(*arguments)
 
-    attend_tiles = prefill._attend_tiles
-    monkeypatch.setattr(prefill, "_attend_tiles", counted)
+    attend_tiles = prefill.attend_tiles
+    monkeypatch.setattr(prefill, "attend_tiles", counted)
     case = Case(
         20, ((100, 100 + context),), heads=(2, 1), dtype=torch.bfloat16,
         tiles=Tiles(block_m=32, block_n=32, pack=pack),
