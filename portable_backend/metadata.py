@@ -18,7 +18,7 @@ from portable_backend import settings
 from portable_backend.errors import UnsupportedError
 from portable_backend.kernels import AttentionPlanner, PagedBatch
 from portable_backend.kernels._checks import differences
-from portable_backend.tuned import configs_for_engine
+from portable_backend.tuned import configs_for_engine, tell_choices
 from portable_backend.warmup.buckets import EngineLimits
 
 logger = logging.getLogger("vllm.portable_backend.metadata")
@@ -110,6 +110,7 @@ class PortableMetadataBuilder(AttentionMetadataBuilder[PortableMetadata]):
             key: _planner(key, vllm_config, kv_cache_spec.block_size, device, limits)
             for key in sorted(keys, key=repr)
         }
+        tell_choices(self.planners.values())
         if settings.get_settings().compile_ahead == "on":
             self._compile_ahead(vllm_config, impls)
 

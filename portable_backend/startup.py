@@ -29,7 +29,7 @@ from portable_backend.kernels.attention import capturing
 from portable_backend.kernels.config import AttentionConfig
 from portable_backend.kernels.plan import StepKind
 from portable_backend.settings import get_settings
-from portable_backend.tuned import grades
+from portable_backend.tuned import choices, grades
 from portable_backend.warmup.binaries import serving_launches
 from portable_backend.warmup.binary import Binary, binaries_of_launches
 from portable_backend.warmup.buckets import EngineLimits
@@ -438,7 +438,7 @@ def _tell_failures(failures: Mapping[Binary, str]) -> None:
 
 
 def _report(device: DeviceInfo) -> StartupReport:
-    found = grades(device)
+    found = grades()
     return StartupReport(
         gpu=device.name,
         arch=device.arch,
@@ -452,5 +452,5 @@ def _report(device: DeviceInfo) -> StartupReport:
         compile_s=round(_start.compile_s, 3),
         started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         notes=tuple(_start.notes),
-        extra=dict(_start.details),
+        extra={**_start.details, "choices": choices()},
     )
