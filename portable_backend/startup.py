@@ -30,7 +30,7 @@ from portable_backend.kernels.attention import capturing
 from portable_backend.kernels.config import AttentionConfig
 from portable_backend.kernels.plan import StepKind
 from portable_backend.settings import get_settings
-from portable_backend.tuned import choices, grades
+from portable_backend.tuned import choices, grades, tuning_s
 from portable_backend.warmup.binaries import serving_launches
 from portable_backend.warmup.binary import Binary, binaries_of_launches
 from portable_backend.warmup.buckets import EngineLimits
@@ -498,7 +498,7 @@ def _report(device: DeviceInfo) -> StartupReport:
         binaries=len(_start.ready),
         compiled=_start.compiled,
         load_s=round(_start.load_s, 3),
-        tune_s=0.0,
+        tune_s=round(tuning_s(), 3),
         compile_s=round(_start.compile_s, 3),
         started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         notes=tuple(_start.notes),

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which configs an engine's attention runs with: from tuning records, chosen once.
 
-Choices are made while the engine starts, from files alone, and hold until it ends.
+Choices are made while the engine starts, from files alone, and hold until it ends;
+`start_tuning.py` may have tuned what was missing before.
 Whatever is wrong with the files, the engine starts, with the kernels' defaults. Of the
 ranks of a tensor-parallel group, the first one chooses.
 """
@@ -47,11 +48,13 @@ class _Told:
         grades: as the first rank counts them.
         note: why there are none.
         choices: of each kind of layer, what is hashed to compare ranks.
+        tune_s: seconds that it has tuned for.
     """
 
     grades: dict[str, dict[str, int]] = field(default_factory=dict)
     note: str = ""
     choices: dict[str, Any] = field(default_factory=dict)
+    tune_s: float = 0.0
 
 
 _told = _Told()
@@ -80,7 +83,39 @@ def configs_for_engine(
         limits: of the engine, its max_model_len known.
         max_num_seqs: requests of the largest step, graph padding included.
     """
-    model = ModelShape(
+    model = model_of(
+        num_query_heads=num_query_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        sliding_window=sliding_window,
+        dtype=dtype,
+        limits=limits,
+    )
+    decide = functools.partial(_decide, model, limits, device, max_num_seqs)
+    limit_s, settings = RANKS_LIMIT_S, get_settings()
+    if settings.tune == "startup":  # which the first rank does before it decides
+        limit_s += 1.1 * settings.tune_budget_s
+    decision = ranks.from_first_rank(decide, limit_s)
+    if decision is None:
+        decision = _decision(note="the first rank's choice has not come")
+    _told.grades, _told.note = decision["grades"], decision["note"]
+    return {
+        StepKind(*kind): AttentionConfig.from_dict(config)
+        for kind, config in decision["configs"]
+    }
+
+
+def model_of(
+    *,
+    num_query_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    sliding_window: int | None,
+    dtype: torch.dtype,
+    limits: EngineLimits,
+) -> ModelShape:
+    """One kind of layer, as keys of records are made from it."""
+    return ModelShape(
         name="",
         dtype=_NAMES[dtype],
         hidden_size=num_query_heads * head_size,
@@ -93,15 +128,16 @@ def configs_for_engine(
         norms=(),
         windows=((sliding_window or 0, 1),),
     )
-    decide = functools.partial(_decide, model, limits, device, max_num_seqs)
-    decision = ranks.from_first_rank(decide, RANKS_LIMIT_S)
-    if decision is None:
-        decision = _decision(note="the first rank's choice has not come")
-    _told.grades, _told.note = decision["grades"], decision["note"]
-    return {
-        StepKind(*kind): AttentionConfig.from_dict(config)
-        for kind, config in decision["configs"]
-    }
+
+
+def note_tuning(seconds: float) -> None:
+    """What tuning has taken while this engine starts."""
+    _told.tune_s += seconds
+
+
+def tuning_s() -> float:
+    """Seconds that this process has tuned for."""
+    return _told.tune_s
 
 
 def grades() -> dict[str, dict[str, int]]:
@@ -142,11 +178,11 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 def _lookup(device: DeviceInfo) -> Lookup:
     """One for the process: files are read once, for all groups of layers."""
     settings = get_settings()
-    if settings.tune in ("startup", "background"):
+    if settings.tune == "background":
         logger.warning(
-            "PORTABLE_BACKEND_TUNE=%s is not there yet: records are loaded, nothing is "
-            "tuned; run portable-backend tune --model MODEL before serving",
-            settings.tune,
+            "PORTABLE_BACKEND_TUNE=background is not there yet: records are loaded, "
+            "nothing is tuned; set it to startup, or run portable-backend tune --model "
+            "MODEL before serving"
         )
     for folder in settings.cache_layers:
         if problem := why_no_folder(folder):

@@ -14,12 +14,13 @@ import time
 
 os.environ["TRITON_INTERPRET"] = "1"
 
+import start_tools
 import torch
-from backend_fakes import make_builder, make_impl, modules
+from backend_fakes import make_impl, make_spec, make_vllm_config, modules
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 
-from portable_backend import ranks, tuned
+from portable_backend import metadata, ranks, start_tuning, tuned
 from portable_backend.settings import Settings
 
 
@@ -32,10 +33,12 @@ def main():
         parallel_state.initialize_model_parallel(job["tp"], job["pp"], backend="gloo")
     for case in job["cases"]:
         settings = Settings.from_env(case["environ"][rank])
-        tuned.get_settings = lambda found=settings: found
+        tuned.get_settings = metadata.settings.get_settings = lambda s=settings: s
         tuned.RANKS_LIMIT_S = case["limit_s"]
         tuned._told = tuned._Told()
         tuned._lookup.cache_clear()
+        start_tuning.get_settings = tuned.get_settings
+        start_tools.use(setattr, **case.get("tools", {}))
         began = time.monotonic()
         print(json.dumps(start(case, rank, began)), flush=True)
         # Nobody begins the next case before all have ended this one.
@@ -49,9 +52,10 @@ def start(case, rank, began):
     warnings = []
     ranks.logger.warning = lambda text, *args: warnings.append(text % args)
     pb, planners = modules(), []
-    for window in case["layers"][rank]:
-        impl = make_impl(pb, sliding_window=window)
-        builder = make_builder(pb, [impl], torch.device("cpu"))
+    impls = [make_impl(pb, sliding_window=window) for window in case["layers"][rank]]
+    config = make_vllm_config(impls)
+    for name in config.compilation_config.static_forward_context:
+        builder = pb.Builder(make_spec(), [name], config, torch.device("cpu"))
         planners += builder.planners.values()
     configs = [config.to_dict() for p in planners for config in p.configs()]
     return {
@@ -59,6 +63,7 @@ def start(case, rank, began):
         "configs": configs,
         "grades": tuned.grades(),
         "warnings": warnings,
+        "tuned_s": tuned.tuning_s(),
         "seconds": time.monotonic() - began,
     }
 

@@ -60,6 +60,15 @@ def case(folders, *, layers=None, late_s=0, limit_s=60, **more):
     return given | {"limit_s": limit_s} | more
 
 
+def tuning(tp, folders, *, budget_s=20, **more):
+    environ = {
+        "PORTABLE_BACKEND_TUNE": "startup",
+        "PORTABLE_BACKEND_TUNE_BUDGET_S": str(budget_s),
+    }
+    by_rank = {f"rank{rank}": environ for rank in range(tp)}
+    return case(folders, **by_rank, **more)
+
+
 @pytest.fixture
 def caches(tmp_path):
     """Folders of records: none, one, another."""
@@ -90,6 +99,9 @@ def test_ranks_choose_alike_whatever_their_caches_hold(tmp_path, caches, tp):
         "last is off": case([warm] * tp, **{f"rank{rest}": off}),
         "first is off": case([warm] * tp, rank0=off),
         "first is slow": case([warm] * tp, late_s=2),
+        "first tunes": tuning(tp, [tmp_path / "new"] + [cold] * rest),
+        "first fails to": tuning(tp, [cold] * tp, tools={"dies": True}),
+        "first may not": tuning(tp, [cold] * tp, budget_s=0),
     }
     said = run(tmp_path, list(cases.values()), tp=tp)
     found = {}
@@ -109,7 +121,16 @@ def test_ranks_choose_alike_whatever_their_caches_hold(tmp_path, caches, tp):
         "first is slow",
     ):  # fmt: skip
         assert choices[name] == choices["warm"], name
-    assert len({choices["cold"], choices["warm"], choices["differently"]}) == 3
+    for name in ("first fails to", "first may not"):
+        assert choices[name] == choices["cold"], name
+    of_its_own = ("cold", "warm", "differently", "first tunes")
+    assert len({choices[name] for name in of_its_own}) == 4
+    grades = found["first tunes"]["grades"]
+    assert sum(counts.get("exact", 0) for counts in grades.values()) >= 2
+    assert sum(sum(counts.values()) for counts in grades.values()) == 12
+    number = list(cases).index("first tunes")
+    tuned_s, *others = (answers[number]["tuned_s"] for answers in said)
+    assert 0 < tuned_s < 22 and not any(others)
     assert found["warm"]["grades"]["decode"] == {"exact": 1, "nearest": 3, "default": 4}
 
 

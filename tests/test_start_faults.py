@@ -40,7 +40,7 @@ def start(request, tmp_path, monkeypatch, caplog):
     pytest.importorskip("vllm", reason="needs the back end, and so vLLM")
     from backend_fakes import make_builder, make_impl, modules
 
-    from portable_backend import startup, tuned
+    from portable_backend import start_tuning, startup, tuned
 
     pb = modules()  # imported before any fault
 
@@ -52,7 +52,8 @@ def start(request, tmp_path, monkeypatch, caplog):
         settings = Settings.from_env(values)
         for place in ("portable_backend.settings", "portable_backend.startup"):
             monkeypatch.setattr(f"{place}.get_settings", lambda: settings)
-        monkeypatch.setattr(tuned, "get_settings", lambda: settings)
+        for module in (tuned, start_tuning):
+            monkeypatch.setattr(module, "get_settings", lambda: settings)
         monkeypatch.setattr(tuned, "_told", tuned._Told())
         monkeypatch.setattr(startup, "_start", startup._Start())
         tuned._lookup.cache_clear()
@@ -231,6 +232,20 @@ def test_off_is_told_with_the_grade(start):
     _, grade, warnings = start(PORTABLE_BACKEND_TUNE="off")
     assert grade == "default configs serve: PORTABLE_BACKEND_TUNE=off"
     assert not warnings
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_a_budget_of_0_is_told_beside_the_grade(start, recorded, monkeypatch, has_gpu):
+    from portable_backend import start_tuning
+
+    monkeypatch.setattr(start_tuning, "_can_tune", lambda info: has_gpu)
+    monkeypatch.setattr(start_tuning, "_spent", start_tuning._Spent())
+    _, grade, warnings = start(
+        PORTABLE_BACKEND_TUNE="startup", PORTABLE_BACKEND_TUNE_BUDGET_S="0"
+    )
+    assert grade == EXACT
+    assert len(warnings) == 1
+    assert ("nothing is left" if has_gpu else "needs a GPU") in warnings[0]
 
 
 @pytest.mark.long

@@ -203,6 +203,7 @@ class GpuCrew:
         cache_dir: the one user cache, which all write.
         cache_layers: read-only folders of records.
         restarts: how often a worker that was lost is started again.
+        grace_s: how long a worker that is told to end may take.
     """
 
     def __init__(
@@ -214,6 +215,7 @@ class GpuCrew:
         cache_dir: Path,
         cache_layers: Sequence[Path] = (),
         restarts: int = 2,
+        grace_s: float = GRACE_S,
     ) -> None:
         if not gpus:
             raise bad_argument("gpus", "one GPU at least", "none", "name some")
@@ -225,6 +227,7 @@ class GpuCrew:
             "cache_layers": [str(folder) for folder in cache_layers],
         }
         self._starts_left = [1 + restarts] * len(self.gpus)
+        self._grace_s = grace_s
         self._workers: dict[int, _Worker] = {}
         self._selector = selectors.DefaultSelector()
 
@@ -248,7 +251,8 @@ class GpuCrew:
         self._workers[worker].is_busy = True
         # A worker that died meanwhile is noticed by poll.
         with contextlib.suppress(OSError):
-            _send(self._workers[worker], task.to_dict() | {"seconds": seconds})
+            limits = {"seconds": seconds, "sent": time.monotonic()}
+            _send(self._workers[worker], task.to_dict() | limits)
 
     def poll(self, timeout_s: float) -> Iterator[tuple[int, Event | Outcome | Lost]]:
         for selected, _ in self._selector.select(timeout_s):
@@ -269,7 +273,7 @@ class GpuCrew:
         for worker in self._workers.values():
             with contextlib.suppress(OSError):
                 _stdin(worker).close()  # which the worker takes for Ctrl-C
-        ends = time.monotonic() + GRACE_S
+        ends = time.monotonic() + self._grace_s
         while self._workers and time.monotonic() < ends:
             yield from self.poll(0.1)
 
@@ -277,11 +281,11 @@ class GpuCrew:
         for worker in self._workers.values():
             with contextlib.suppress(OSError):
                 _stdin(worker).close()
-        ends = time.monotonic() + GRACE_S
+        ends = time.monotonic() + self._grace_s
         for number in list(self._workers):
             process = self._workers[number].process
             try:
-                process.wait(max(0.1, ends - time.monotonic()))
+                process.wait(max(0.01, ends - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
             self._end(number)
