@@ -47,7 +47,14 @@ class Crew(Protocol):
     def alive(self) -> int:
         """How many workers are there, or will come back."""
 
-    def start(self, worker: int, task: Task, seconds: float | None) -> None: ...
+    def start(
+        self,
+        worker: int,
+        task: Task,
+        seconds: float | None,
+        upcoming: Task | None = None,
+    ) -> None:
+        """Have a worker begin a unit; it may prepare what is likely to come next."""
 
     def poll(self, timeout_s: float) -> Iterator[tuple[int, Event | Outcome | Lost]]:
         """Yield what workers say: at once if they do, else within the time."""
@@ -105,6 +112,7 @@ class _Board:
         self.on_event, self.on_outcome = on_event, on_outcome
         lanes = max(1, min(crew.alive(), len(tasks)))
         self.shares = Shares(tasks, budget_s, lanes=lanes)
+        self.is_single = lanes == 1  # so that it is known who gets what comes next
         self.queue = deque(self.tasks)
         self.running: dict[int, tuple[Task, float]] = {}
         self.lost: dict[Task, list[int]] = {}
@@ -120,7 +128,8 @@ class _Board:
                 seconds = self.shares.grant(task)
                 if seconds != 0.0:
                     self.running[worker] = task, time.monotonic()
-                    self.crew.start(worker, task, seconds)
+                    upcoming = self.queue[0] if self.is_single and self.queue else None
+                    self.crew.start(worker, task, seconds, upcoming)
                     break
                 self._finish(task, Outcome(task.key, "unreached", "no time was left"))
                 task = self._next_for(worker)
@@ -245,14 +254,21 @@ class GpuCrew:
             for n in range(len(self.gpus))
         )
 
-    def start(self, worker: int, task: Task, seconds: float | None) -> None:
+    def start(
+        self,
+        worker: int,
+        task: Task,
+        seconds: float | None,
+        upcoming: Task | None = None,
+    ) -> None:
         if worker not in self._workers:
             self._launch(worker)
         self._workers[worker].is_busy = True
         # A worker that died meanwhile is noticed by poll.
         with contextlib.suppress(OSError):
-            limits = {"seconds": seconds, "sent": time.monotonic()}
-            _send(self._workers[worker], task.to_dict() | limits)
+            about: dict[str, Any] = {"seconds": seconds, "sent": time.monotonic()}
+            about["upcoming"] = upcoming and upcoming.to_dict()
+            _send(self._workers[worker], task.to_dict() | about)
 
     def poll(self, timeout_s: float) -> Iterator[tuple[int, Event | Outcome | Lost]]:
         for selected, _ in self._selector.select(timeout_s):

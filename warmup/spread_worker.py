@@ -72,15 +72,16 @@ def _work(answers: int, lines: "queue.Queue[dict[str, Any]]") -> None:
 def _tune(tuner: Tuner, data: dict[str, Any]) -> Outcome:
     """Tune a unit; the start of this process counts for its first one."""
     task, seconds = Task.from_dict(data), data["seconds"]
+    upcoming = Task.from_dict(data["upcoming"]).key if data["upcoming"] else None
     if seconds is None:
-        return tuner.tune_unit(task)
+        return tuner.tune_unit(task, upcoming=upcoming)
     with contextlib.suppress(*BREAKDOWNS):  # which the unit meets itself
         _ = tuner.tools
     spent = time.monotonic() - data["sent"]
     if spent >= seconds:
         reason = "no time was left"
         return Outcome(task.key, "unreached", reason, seconds=spent)
-    outcome = tuner.tune_unit(task, seconds - spent)
+    outcome = tuner.tune_unit(task, seconds - spent, upcoming=upcoming)
     return replace(outcome, seconds=outcome.seconds + spent)
 
 
