@@ -6,8 +6,10 @@ The budget is one for the process. Only the rank tunes whose choices count; the 
 wait for them. Whatever fails costs a warning: the engine serves with what there is.
 """
 
+import contextlib
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -90,6 +92,7 @@ def _tune_missing(
     max_num_seqs: int,
     device: torch.device,
 ) -> None:
+    began = time.monotonic()
     info = DeviceInfo.detect(device)
     if not _can_tune(info):
         _tell_once(
@@ -114,20 +117,22 @@ def _tune_missing(
         return
     _spent.tried.update(task.key for task in tasks)  # also when it fails
     logger.info("tuning %d keys that lack records, for %.0f s", len(tasks), left_s)
-    result = tune_in_time(
-        tasks,
-        _recipe(device),
-        OPTIONS,
-        gpu=_visible_name(device),
-        cache_dir=settings.cache_dir,
-        cache_layers=settings.cache_layers,
-        budget_s=left_s,
-        on_outcome=lambda outcome: _keep(outcome, lookup),
-    )
-    _spent.seconds += result.seconds
-    tuned.note_tuning(result.seconds)
+    with _caching():
+        result = tune_in_time(
+            tasks,
+            _recipe(device),
+            OPTIONS,
+            gpu=_visible_name(device),
+            cache_dir=settings.cache_dir,
+            cache_layers=settings.cache_layers,
+            budget_s=left_s - (time.monotonic() - began),
+            on_outcome=lambda outcome: _keep(outcome, lookup),
+        )
+    seconds = time.monotonic() - began
+    _spent.seconds += seconds
+    tuned.note_tuning(seconds)
     lookup.refresh()
-    _tell(result, left_s)
+    _tell(result, seconds, left_s)
 
 
 def _tasks(
@@ -156,6 +161,15 @@ def _can_tune(info: DeviceInfo) -> bool:
     return info.platform != "interpreter"
 
 
+def _caching() -> contextlib.AbstractContextManager[None]:
+    """Candidates are compiled to where the engine will look for what has won."""
+    if get_settings().compile_ahead != "on":
+        return contextlib.nullcontext()
+    from portable_backend import startup
+
+    return startup.caching_in(startup.cache_folder())
+
+
 def _recipe(device: torch.device) -> Recipe:
     """Of a process that sees this GPU alone, and takes what is free of its memory."""
     free, total = torch.cuda.mem_get_info(device)
@@ -177,10 +191,10 @@ def _keep(outcome: Outcome, lookup: Lookup) -> None:
         lookup.store.put(outcome.record)
 
 
-def _tell(result: TimedTuning, budget_s: float) -> None:
+def _tell(result: TimedTuning, seconds: float, budget_s: float) -> None:
     states = Counter(outcome.state for outcome in result.outcomes)
     text = (
-        f"tuned {result.done} of {len(result.outcomes)} keys in {result.seconds:.1f} s "
+        f"tuned {result.done} of {len(result.outcomes)} keys in {seconds:.1f} s "
         f"of {budget_s:.0f} ("
         + ", ".join(f"{n} {state}" for state, n in states.most_common())
         + ")"

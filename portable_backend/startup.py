@@ -158,7 +158,7 @@ def _load_norms(info: DeviceInfo, device: torch.device) -> None:
     needs = _needs_of_norms(get_current_vllm_config(), num_drafts=0)
     launches = [launch for need in needs for launch in need.launches(info)]
     by_binary = binaries_of_launches(launches, info)
-    with _caching_in(cache_folder()):
+    with caching_in(cache_folder()):
         missing = missing_binaries(by_binary, info)
         for binary, uses in by_binary.items():
             if binary not in missing:
@@ -319,7 +319,7 @@ def _make_ready(needs: Sequence[Needs], planner: AttentionPlanner) -> None:
     failures: dict[Binary, str] = {}
     for folder, some in _places(by_binary, device):
         began_here = time.monotonic()
-        with _caching_in(folder):
+        with caching_in(folder):
             warmed = _compile(list(some), device, folder)
             compile_s += time.monotonic() - began_here
             failures |= dict(warmed.failures)
@@ -350,7 +350,7 @@ def _places(
     this process: Triton launches nothing that it cannot write.
     """
     folder = cache_folder()
-    with _caching_in(folder):
+    with caching_in(folder):
         missing = set(missing_binaries(list(by_binary), device))
     if not missing or _takes_files(folder):
         return [(folder, by_binary)]
@@ -407,7 +407,7 @@ def _is_writable(folder: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _caching_in(folder: Path) -> Iterator[None]:
+def caching_in(folder: Path) -> Iterator[None]:
     """Triton and workers use that cache meanwhile."""
     before = os.environ.get("TRITON_CACHE_DIR")
     os.environ["TRITON_CACHE_DIR"] = str(folder)

@@ -2,6 +2,7 @@
 """PORTABLE_BACKEND_TUNE=startup: what is missing is tuned, in time, and serves."""
 
 import logging
+import os
 import re
 import time
 from dataclasses import replace
@@ -108,6 +109,8 @@ def test_what_is_missing_is_tuned_and_serves_this_very_start(
 def test_the_budget_is_kept_within_a_tenth(start, monkeypatch, behaviour):
     budget_s = 12.0
     module = start_tools.use(monkeypatch.setattr, **behaviour)
+    start(PORTABLE_BACKEND_TUNE_BUDGET_S="0")  # imports what it needs
+    monkeypatch.setattr(module, "_spent", module._Spent())
     began = time.monotonic()
     planner, _, warnings, told = start(
         windows=(None, 16, 32), PORTABLE_BACKEND_TUNE_BUDGET_S=str(budget_s)
@@ -178,6 +181,27 @@ def test_what_the_cache_does_not_take_serves_this_start(start, tmp_path, monkeyp
     (line,) = [x for x in warnings if x.startswith("tuned 6 of 6 keys")]
     assert "could not be written" in line and len(warnings) == 2
     assert not list((tmp_path / "cache").iterdir())
+
+
+@pytest.mark.parametrize("ahead", ["off", "on"])
+def test_candidates_are_compiled_to_where_the_engine_looks(
+    start, tmp_path, monkeypatch, ahead
+):
+    """With compiling ahead that is the user's folder, not one that vLLM sets."""
+    module = start_tools.use(monkeypatch.setattr)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "vllm"))
+    at_start = "portable_backend.plugin.TRITON_CACHE_AT_START"
+    monkeypatch.setattr(at_start, str(tmp_path / "user"))
+    seen = []
+
+    def tune_in_time(tasks, *_, **__):
+        seen.append(os.environ["TRITON_CACHE_DIR"])
+        return module.TimedTuning()
+
+    monkeypatch.setattr(module, "tune_in_time", tune_in_time)
+    start(PORTABLE_BACKEND_COMPILE_AHEAD=ahead)
+    assert seen == [str(tmp_path / ("user" if ahead == "on" else "vllm"))]
+    assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "vllm")
 
 
 def test_only_the_rank_that_decides_tunes(start, monkeypatch):

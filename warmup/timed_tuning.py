@@ -35,12 +35,10 @@ class TimedTuning:
 
     Attributes:
         outcomes: of each task, in their order.
-        seconds: that it took.
         problem: why it ended before its time.
     """
 
     outcomes: list[Outcome] = field(default_factory=list)
-    seconds: float = 0.0
     problem: str | None = None
 
     @property
@@ -100,7 +98,7 @@ def tune_in_time(
     interrupted = any("interrupted" in (x.state, x.reason) for x in outcomes)
     if interrupted and timed.problem is None:
         raise KeyboardInterrupt
-    return TimedTuning(outcomes, time.monotonic() - began, timed.problem)
+    return TimedTuning(outcomes, timed.problem)
 
 
 class _Timed:
