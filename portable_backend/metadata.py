@@ -4,7 +4,8 @@
 import copy
 import functools
 import logging
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +19,7 @@ from portable_backend import settings
 from portable_backend.errors import UnsupportedError
 from portable_backend.kernels import AttentionPlanner, PagedBatch
 from portable_backend.kernels._checks import differences
-from portable_backend.tuned import configs_for_engine
+from portable_backend.tuned import configs_for_engine, model_of, tell_choices
 from portable_backend.warmup.buckets import EngineLimits
 
 logger = logging.getLogger("vllm.portable_backend.metadata")
@@ -106,10 +107,13 @@ class PortableMetadataBuilder(AttentionMetadataBuilder[PortableMetadata]):
         limits = _limits(vllm_config, kv_cache_spec)
         self.max_decode_query_len: int = limits["max_decode_query_len"]
         self.has_drafts = vllm_config.speculative_config is not None
+        if settings.get_settings().tune == "startup":
+            _tune_missing(vllm_config, keys, kv_cache_spec.block_size, device, limits)
         self.planners = {
             key: _planner(key, vllm_config, kv_cache_spec.block_size, device, limits)
             for key in sorted(keys, key=repr)
         }
+        tell_choices(self.planners.values())
         if settings.get_settings().compile_ahead == "on":
             self._compile_ahead(vllm_config, impls)
 
@@ -225,28 +229,10 @@ def _planner(
     limits: dict[str, Any],
 ) -> AttentionPlanner:
     """The planner of one kind of layer, with the configs that records give it."""
-    scheduler = vllm_config.scheduler_config
-    dtype = vllm_config.model_config.dtype
-    layers: dict[str, Any] = {
-        "num_query_heads": key.num_query_heads,
-        "num_kv_heads": key.num_kv_heads,
-        "head_size": key.head_size,
-        "dtype": dtype,
-        "sliding_window": key.sliding_window,
-        "device": device,
-    }
+    layers = _described(key, vllm_config) | {"device": device}
     configs = configs_for_engine(
         **layers,
-        limits=EngineLimits(
-            max_num_seqs=scheduler.max_num_seqs,
-            max_num_batched_tokens=scheduler.max_num_batched_tokens,
-            max_model_len=vllm_config.model_config.max_model_len,
-            block_size=block_size,
-            speculative_tokens=getattr(
-                vllm_config.speculative_config, "num_speculative_tokens", None
-            )
-            or 0,
-        ),
+        limits=_engine_limits(vllm_config, block_size),
         max_num_seqs=limits["max_num_seqs"],
     )
     make = functools.partial(
@@ -257,6 +243,47 @@ def _planner(
     except ValueError as error:
         logger.warning("recorded configs are not used, they do not fit: %s", error)
         return make()
+
+
+def _described(key: PlanKey, vllm_config: Any) -> dict[str, Any]:
+    return {**asdict(key), "dtype": vllm_config.model_config.dtype}
+
+
+def _engine_limits(vllm_config: Any, block_size: int) -> EngineLimits:
+    """What bounds the engine's steps, as tuning records have it."""
+    scheduler, speculative = (
+        vllm_config.scheduler_config,
+        vllm_config.speculative_config,
+    )
+    return EngineLimits(
+        max_num_seqs=scheduler.max_num_seqs,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        max_model_len=vllm_config.model_config.max_model_len,
+        block_size=block_size,
+        speculative_tokens=getattr(speculative, "num_speculative_tokens", None) or 0,
+    )
+
+
+def _tune_missing(
+    vllm_config: Any,
+    keys: set[PlanKey],
+    block_size: int,
+    device: torch.device,
+    limits: dict[str, Any],
+) -> None:
+    """Tune for all layers of the engine, since the first builder's budget is theirs."""
+    from portable_backend.start_tuning import tune_missing  # brings the tuner along
+
+    every = _impls(
+        vllm_config, list(vllm_config.compilation_config.static_forward_context)
+    )
+    counts = Counter(impl.plan_key for impl in every)
+    engine_limits = _engine_limits(vllm_config, block_size)
+    models = {
+        model_of(**_described(key, vllm_config), limits=engine_limits): counts[key]
+        for key in sorted(keys | counts.keys(), key=repr)
+    }
+    tune_missing(models, engine_limits, limits["max_num_seqs"], device)
 
 
 def _key_from_spec(vllm_config: Any, kv_cache_spec: Any) -> PlanKey:

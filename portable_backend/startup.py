@@ -12,6 +12,7 @@ import contextlib
 import datetime
 import logging
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,7 +30,7 @@ from portable_backend.kernels.attention import capturing
 from portable_backend.kernels.config import AttentionConfig
 from portable_backend.kernels.plan import StepKind
 from portable_backend.settings import get_settings
-from portable_backend.tuned import grades
+from portable_backend.tuned import choices, grades, tuning_s
 from portable_backend.warmup.binaries import serving_launches
 from portable_backend.warmup.binary import Binary, binaries_of_launches
 from portable_backend.warmup.buckets import EngineLimits
@@ -49,6 +50,8 @@ LOCK = "portable_backend.lock"
 LOCK_TIMEOUT_S = 300.0
 # Each takes some 400 MB, and there are two dozen kernels.
 MAX_WORKERS = 16
+# What some kernels' files take.
+_ROOM_BYTES = 1 << 20
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # Layers by their planner: what `prepare_kernels` is given.
 Layers = Mapping[AttentionPlanner, Sequence[Any]]
@@ -100,6 +103,7 @@ class _Start:
     notes: list[str] = field(default_factory=list)
     details: dict[str, Any] = field(default_factory=dict)
     norms_loaded: bool = False
+    spare: "tempfile.TemporaryDirectory[str] | None" = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -154,7 +158,7 @@ def _load_norms(info: DeviceInfo, device: torch.device) -> None:
     needs = _needs_of_norms(get_current_vllm_config(), num_drafts=0)
     launches = [launch for need in needs for launch in need.launches(info)]
     by_binary = binaries_of_launches(launches, info)
-    with _caching_in(cache_folder()):
+    with caching_in(cache_folder()):
         missing = missing_binaries(by_binary, info)
         for binary, uses in by_binary.items():
             if binary not in missing:
@@ -311,27 +315,73 @@ def _make_ready(needs: Sequence[Needs], planner: AttentionPlanner) -> None:
     device = planner.info
     launches = [launch for need in needs for launch in need.launches(device)]
     by_binary = binaries_of_launches(launches, device)
-    listed = time.monotonic()
-    folder = cache_folder()
-    with _caching_in(folder):
-        warmed = _compile(list(by_binary), device, folder)
-        compiled = time.monotonic()
-        failures = dict(warmed.failures)
-        for binary, uses in by_binary.items():
-            failure = failures.get(binary) or _load(uses, planner.device)
-            if failure is None:
-                _start.ready.add(binary)
-            else:
-                failures[binary] = failure
+    listed, compile_s = time.monotonic(), 0.0
+    failures: dict[Binary, str] = {}
+    for folder, some in _places(by_binary, device):
+        began_here = time.monotonic()
+        with caching_in(folder):
+            warmed = _compile(list(some), device, folder)
+            compile_s += time.monotonic() - began_here
+            failures |= dict(warmed.failures)
+            for binary, uses in some.items():
+                failure = failures.get(binary) or _load(uses, planner.device)
+                if failure is None:
+                    _start.ready.add(binary)
+                else:
+                    failures[binary] = failure
+        _start.compiled += warmed.compiled
+        _start.details["triton_cache"] = str(folder)
     ended = time.monotonic()
-    _start.compiled += warmed.compiled
-    _start.compile_s += compiled - listed
-    _start.load_s += listed - began + ended - compiled
-    _start.details["triton_cache"] = str(folder)
-    for name, seconds in (("list_s", listed - began), ("module_s", ended - compiled)):
+    module_s = ended - listed - compile_s
+    _start.compile_s += compile_s
+    _start.load_s += listed - began + module_s
+    for name, seconds in (("list_s", listed - began), ("module_s", module_s)):
         total = _start.details.get(name, 0.0) + seconds
         _start.details[name] = round(total, 3)
     _tell_failures(failures)
+
+
+def _places(
+    by_binary: Mapping[Binary, list[KernelLaunch]], device: DeviceInfo
+) -> list[tuple[Path, Mapping[Binary, list[KernelLaunch]]]]:
+    """Caches, and what to look for and compile in each.
+
+    What the usual one lacks and has no room for goes into one that lasts as long as
+    this process: Triton launches nothing that it cannot write.
+    """
+    folder = cache_folder()
+    with caching_in(folder):
+        missing = set(missing_binaries(list(by_binary), device))
+    if not missing or _takes_files(folder):
+        return [(folder, by_binary)]
+    try:
+        _start.spare = _start.spare or tempfile.TemporaryDirectory(prefix="triton-")
+    except OSError as error:
+        logger.warning("%s cannot be written, nor can another: %s", folder, error)
+        return [(folder, by_binary)]
+    spare = Path(_start.spare.name)
+    logger.warning(
+        "%s cannot be written: %d kernels are compiled into %s, for this start only; "
+        "set TRITON_CACHE_DIR to a folder that can be",
+        folder,
+        len(missing),
+        spare,
+    )
+    present = {x: uses for x, uses in by_binary.items() if x not in missing}
+    absent = {x: uses for x, uses in by_binary.items() if x in missing}
+    return [(folder, present), (spare, absent)]
+
+
+def _takes_files(folder: Path) -> bool:
+    """Whether a kernel's files can be made there; where a disk is full they cannot."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(_ROOM_BYTES))
+            file.flush()
+    except OSError:
+        return False
+    return True
 
 
 def cache_folder() -> Path:
@@ -357,7 +407,7 @@ def _is_writable(folder: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _caching_in(folder: Path) -> Iterator[None]:
+def caching_in(folder: Path) -> Iterator[None]:
     """Triton and workers use that cache meanwhile."""
     before = os.environ.get("TRITON_CACHE_DIR")
     os.environ["TRITON_CACHE_DIR"] = str(folder)
@@ -396,10 +446,10 @@ def turn(folder: Path, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
     """
     from filelock import Timeout, UnixFileLock
 
-    folder.mkdir(parents=True, exist_ok=True)
     lock = UnixFileLock(folder / LOCK, timeout=timeout_s)
     with contextlib.ExitStack() as stack:
         try:
+            folder.mkdir(parents=True, exist_ok=True)
             stack.enter_context(lock)
         except (Timeout, OSError, NotImplementedError) as error:
             logger.warning(
@@ -438,7 +488,7 @@ def _tell_failures(failures: Mapping[Binary, str]) -> None:
 
 
 def _report(device: DeviceInfo) -> StartupReport:
-    found = grades(device)
+    found = grades()
     return StartupReport(
         gpu=device.name,
         arch=device.arch,
@@ -448,9 +498,9 @@ def _report(device: DeviceInfo) -> StartupReport:
         binaries=len(_start.ready),
         compiled=_start.compiled,
         load_s=round(_start.load_s, 3),
-        tune_s=0.0,
+        tune_s=round(tuning_s(), 3),
         compile_s=round(_start.compile_s, 3),
         started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         notes=tuple(_start.notes),
-        extra=dict(_start.details),
+        extra={**_start.details, "choices": choices()},
     )

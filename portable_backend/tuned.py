@@ -1,17 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which configs an engine's attention runs with: from tuning records, chosen once.
 
-Choices are made while the engine starts, from files alone, and hold until it ends.
-Whatever is wrong with the files, the engine starts, with the kernels' defaults.
+Choices are made while the engine starts, from files alone, and hold until it ends;
+`start_tuning.py` may have tuned what was missing before.
+Whatever is wrong with the files, the engine starts, with the kernels' defaults. Of the
+ranks of a tensor-parallel group, the first one chooses.
 """
 
 import functools
+import hashlib
+import json
 import logging
-from dataclasses import astuple
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass, field
+from typing import Any
 
 import torch
 
+from portable_backend import ranks
 from portable_backend.device import DeviceInfo
+from portable_backend.kernels import AttentionPlanner
 from portable_backend.kernels.config import AttentionConfig
 from portable_backend.kernels.plan import StepKind
 from portable_backend.settings import get_settings
@@ -28,6 +36,28 @@ from portable_backend.warmup.store import RecordStore
 
 logger = logging.getLogger("vllm.portable_backend.tuned")
 Configs = dict[StepKind, AttentionConfig]
+# How long ranks wait for the first one, which reads files.
+RANKS_LIMIT_S = 300.0
+
+
+@dataclass
+class _Told:
+    """What this process knows of its choices.
+
+    Attributes:
+        grades: as the first rank counts them.
+        note: why there are none.
+        choices: of each kind of layer, what is hashed to compare ranks.
+        tune_s: seconds that it has tuned for.
+    """
+
+    grades: dict[str, dict[str, int]] = field(default_factory=dict)
+    note: str = ""
+    choices: dict[str, Any] = field(default_factory=dict)
+    tune_s: float = 0.0
+
+
+_told = _Told()
 
 
 def configs_for_engine(
@@ -53,40 +83,92 @@ def configs_for_engine(
         limits: of the engine, its max_model_len known.
         max_num_seqs: requests of the largest step, graph padding included.
     """
-    settings = get_settings()
-    found: Configs = {}
-    if settings.tune != "off":
-        model = ModelShape(
-            name="",
-            dtype=_NAMES[dtype],
-            hidden_size=num_query_heads * head_size,
-            num_layers=1,
-            head_size=head_size,
-            num_query_heads=num_query_heads,
-            num_kv_heads=num_kv_heads,
-            tensor_parallel_size=1,
-            max_model_len=limits.max_model_len or 1,
-            norms=(),
-            windows=((sliding_window or 0, 1),),
+    model = model_of(
+        num_query_heads=num_query_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        sliding_window=sliding_window,
+        dtype=dtype,
+        limits=limits,
+    )
+    decide = functools.partial(_decide, model, limits, device, max_num_seqs)
+    limit_s, settings = RANKS_LIMIT_S, get_settings()
+    if settings.tune == "startup":  # which the first rank does before it decides
+        limit_s += 1.1 * settings.tune_budget_s
+    decision = ranks.from_first_rank(decide, limit_s)
+    if decision is None:
+        decision = _decision(note="the first rank's choice has not come")
+    _told.grades, _told.note = decision["grades"], decision["note"]
+    return {
+        StepKind(*kind): AttentionConfig.from_dict(config)
+        for kind, config in decision["configs"]
+    }
+
+
+def model_of(
+    *,
+    num_query_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    sliding_window: int | None,
+    dtype: torch.dtype,
+    limits: EngineLimits,
+) -> ModelShape:
+    """One kind of layer, as keys of records are made from it."""
+    return ModelShape(
+        name="",
+        dtype=_NAMES[dtype],
+        hidden_size=num_query_heads * head_size,
+        num_layers=1,
+        head_size=head_size,
+        num_query_heads=num_query_heads,
+        num_kv_heads=num_kv_heads,
+        tensor_parallel_size=1,
+        max_model_len=limits.max_model_len or 1,
+        norms=(),
+        windows=((sliding_window or 0, 1),),
+    )
+
+
+def note_tuning(seconds: float) -> None:
+    """What tuning has taken while this engine starts."""
+    _told.tune_s += seconds
+
+
+def tuning_s() -> float:
+    """Seconds that this process has tuned for."""
+    return _told.tune_s
+
+
+def grades() -> dict[str, dict[str, int]]:
+    """By kernel, how many of the keys looked up for this engine got which grade."""
+    return _told.grades
+
+
+def choices() -> str:
+    """A short hash of all configs that this process has chosen; equal on all ranks."""
+    held = json.dumps(sorted(_told.choices.items()))
+    return hashlib.sha256(held.encode()).hexdigest()[:8]
+
+
+def tell_choices(planners: Iterable[AttentionPlanner]) -> None:
+    """Log, on one line, what planners run with: grades, and a hash of the configs."""
+    for planner in planners:
+        layer = (
+            planner.num_query_heads,
+            planner.num_kv_heads,
+            planner.head_size,
+            planner.sliding_window,
+            planner.block_size,
+            _NAMES[planner.dtype],
         )
-        try:
-            info = DeviceInfo.detect(device)
-            lookup = _lookup(info)
-            found = _choose(lookup, model, limits, info, max_num_seqs)
-        except Exception:  # files and environments of any kind: serve all the same
-            logger.warning(
-                "tuning records cannot be used, default configs serve; see "
-                "portable-backend doctor",
-                exc_info=True,
-            )
-    return _as_on_first_rank(found)
-
-
-def grades(device: DeviceInfo) -> dict[str, dict[str, int]]:
-    """By kernel, how many of the keys looked up in this process got which grade."""
-    if not _lookup.cache_info().currsize:
-        return {}  # PORTABLE_BACKEND_TUNE=off, or no records could be read
-    return _lookup(device).grade_counts()
+        _told.choices[str(layer)] = [
+            [astuple(kind), planner.config_for(kind).to_dict()]
+            for kind in StepKind.within(planner.max_num_seqs)
+        ]
+    listed = [f"{kernel} {_listed(counts)}" for kernel, counts in grades().items()]
+    text = "; ".join(listed) or f"default configs serve: {_told.note}"
+    logger.info("tuning records: %s; choices %s", text, choices())
 
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -96,11 +178,11 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 def _lookup(device: DeviceInfo) -> Lookup:
     """One for the process: files are read once, for all groups of layers."""
     settings = get_settings()
-    if settings.tune in ("startup", "background"):
+    if settings.tune == "background":
         logger.warning(
-            "PORTABLE_BACKEND_TUNE=%s is not there yet: records are loaded, nothing is "
-            "tuned; run portable-backend tune --model MODEL before serving",
-            settings.tune,
+            "PORTABLE_BACKEND_TUNE=background is not there yet: records are loaded, "
+            "nothing is tuned; set it to startup, or run portable-backend tune --model "
+            "MODEL before serving"
         )
     for folder in settings.cache_layers:
         if problem := why_no_folder(folder):
@@ -122,6 +204,36 @@ def _lookup(device: DeviceInfo) -> Lookup:
     )
 
 
+def _decide(
+    model: ModelShape, limits: EngineLimits, device: torch.device, max_num_seqs: int
+) -> dict[str, Any]:
+    """The first rank's choice for all; never raises."""
+    if get_settings().tune == "off":
+        return _decision(note="PORTABLE_BACKEND_TUNE=off")
+    try:
+        info = DeviceInfo.detect(device)
+        lookup = _lookup(info)
+        found = _choose(lookup, model, limits, info, max_num_seqs)
+        return _decision(found, lookup.grade_counts())
+    except Exception as error:  # files and environments of any kind: serve all the same
+        logger.warning(
+            "tuning records cannot be used, default configs serve; see "
+            "portable-backend doctor",
+            exc_info=True,
+        )
+        return _decision(note=f"records cannot be used ({type(error).__name__})")
+
+
+def _decision(
+    configs: Configs | None = None,
+    grades: dict[str, dict[str, int]] | None = None,
+    note: str = "",
+) -> dict[str, Any]:
+    """As JSON can hold it."""
+    rows = [[astuple(k), config.to_dict()] for k, config in (configs or {}).items()]
+    return {"configs": rows, "grades": grades or {}, "note": note}
+
+
 def _choose(
     lookup: Lookup,
     model: ModelShape,
@@ -135,24 +247,8 @@ def _choose(
         config = recorded_for(lookup, model, limits, device, kind, window)
         if config is not None:
             found[kind] = config
-    grades = lookup.grade_counts()
-    listed = [f"{kernel} {_listed(counts)}" for kernel, counts in grades.items()]
-    logger.info("tuning records: %s", "; ".join(listed))
     return found
 
 
 def _listed(counts: dict[str, int]) -> str:
     return ", ".join(f"{grade} {count}" for grade, count in counts.items())
-
-
-def _as_on_first_rank(configs: Configs) -> Configs:
-    from vllm.distributed import parallel_state
-
-    if not parallel_state.model_parallel_is_initialized():
-        return configs
-    group = parallel_state.get_tp_group()
-    if group.world_size == 1:
-        return configs
-    rows = [(astuple(kind), config.to_dict()) for kind, config in configs.items()]
-    rows = group.broadcast_object(rows, src=0)
-    return {StepKind(*kind): AttentionConfig.from_dict(row) for kind, row in rows}

@@ -2,8 +2,10 @@
 """Records to store and look up, and the log lines that doing so gives."""
 
 import contextlib
+import ctypes
 import logging
 import os
+import resource
 
 from portable_backend.kernels.config import KernelConfig
 from portable_backend.warmup.matching import Environment
@@ -78,3 +80,36 @@ def without_root():
         yield
     finally:
         os.seteuid(0)
+
+
+@contextlib.contextmanager
+def permissions_bind(children=False):
+    """Also for root: here, and perhaps in processes that are started from now on."""
+    if os.geteuid() != 0:
+        yield
+        return
+    libc, dac = ctypes.CDLL(None, use_errno=True), (1, 2)  # override, read and search
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    before = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; twice
+    assert libc.capget(header, before) == 0
+    for capability in dac * children:
+        libc.prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP
+    less = (ctypes.c_uint32 * 6)(*before)
+    for index in (0, 2):
+        less[index] &= ~sum(1 << capability for capability in dac)
+    assert libc.capset(header, less) == 0
+    try:
+        yield
+    finally:
+        assert libc.capset(header, before) == 0
+
+
+@contextlib.contextmanager
+def full_disk():
+    """No file can grow, in this process and those that it starts."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)

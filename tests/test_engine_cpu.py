@@ -305,6 +305,37 @@ def test_windowed_mistral_compiled_with_ngram_speculation(
         assert ours["launch_counts"][kernel] > 0, kernel
 
 
+@pytest.mark.long
+def test_two_ranks_serve_alike_whatever_is_wrong_with_their_files(models, tmp_path):
+    """An unusable cache and layer, and no budget: the grade is told by each rank."""
+    layer = tmp_path / "layer"
+    (layer / "decode").mkdir(parents=True)
+    (layer / "decode" / "interpreter.json").write_text('{"schema": 1, "records": [')
+    spec = _spec(models["llama"])
+    reference, _ = _run_in_one_process(tmp_path, "cpu_attn", spec)
+    ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    ours, log = _run_engine(
+        tmp_path,
+        "portable",
+        _spec(models["llama"], attention_backend="PORTABLE", **ranks),
+        _environment(
+            PORTABLE_BACKEND_CACHE_DIR="/dev/full",
+            PORTABLE_BACKEND_CACHE_LAYERS=str(layer),
+            PORTABLE_BACKEND_TUNE="startup",
+            PORTABLE_BACKEND_TUNE_BUDGET_S="0",
+            PORTABLE_BACKEND_COMPILE_AHEAD="on",
+        ),
+    )
+    _assert_same_tokens(ours, reference)
+    grade = r"tuning records: (decode default \d+; prefill default \d+; choices \w{8})"
+    told = re.findall(rf"\((?:Vllm)?Worker.*TP(\d).* {grade}", log)
+    assert {rank for rank, _ in told} == {"0", "1"}
+    assert len({text for _, text in told}) == 1
+    # Of the first rank, which alone reads and would tune.
+    assert len(re.findall("interpreter.json: not JSON", log)) == 1
+    assert len(re.findall("startup needs a GPU", log)) == 1
+
+
 def test_where_registration_fails_vllm_goes_on_without_us(models, tmp_path):
     tmp_path.joinpath("sitecustomize.py").write_text(
         "import portable_backend.plugin as plugin\n"

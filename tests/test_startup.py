@@ -150,7 +150,7 @@ def test_the_cache_is_the_users_or_tritons_whatever_vllm_sets(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "vllm"))
     folder = startup.cache_folder()
     assert folder == tmp_path / (at_start or ".triton/cache")
-    with startup._caching_in(folder):
+    with startup.caching_in(folder):
         assert Path(startup.knobs.cache.dir) == folder
     assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "vllm")
 
@@ -167,7 +167,7 @@ def test_a_home_that_cannot_be_written_leaves_the_cache_to_vllm(
 
 def test_a_variable_that_was_not_set_is_not_afterwards(startup, tmp_path, monkeypatch):
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
-    with startup._caching_in(tmp_path):
+    with startup.caching_in(tmp_path):
         assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path)
     assert "TRITON_CACHE_DIR" not in os.environ
 

@@ -54,6 +54,7 @@ def tuned(tmp_path, monkeypatch):
         values = {"PORTABLE_BACKEND_CACHE_DIR": str(tmp_path)} | environ
         settings = Settings.from_env(values)
         monkeypatch.setattr(tuned, "get_settings", lambda: settings)
+        monkeypatch.setattr(tuned, "_told", tuned._Told())
         tuned._lookup.cache_clear()
 
     use()
@@ -83,14 +84,16 @@ def test_without_records_every_step_keeps_its_default(tuned):
     assert tuned.module.configs_for_engine(**LAYERS) == {}
 
 
-def test_a_record_serves_the_steps_of_its_bucket_and_near_ones(tuned, caplog):
+def test_a_record_serves_the_steps_of_its_bucket_and_near_ones(tuned):
     keep(tuned.folder, record(decode_key(MODEL, LIMITS, num_seqs=4), DECODE))
-    with caplog.at_level(logging.INFO):
-        configs = tuned.module.configs_for_engine(**LAYERS)
+    configs = tuned.module.configs_for_engine(**LAYERS)
     assert {kind.max_decodes for kind in configs} == {1, 2, 4, 8}
     assert all(config.decode == DECODE for config in configs.values())
     assert not any(kind.mixed for kind in configs)
-    assert "decode exact 1, nearest 3; prefill default 2" in caplog.text
+    assert tuned.module.grades() == {
+        "decode": {"exact": 1, "nearest": 3},
+        "prefill": {"default": 2},
+    }
 
 
 def test_prefill_knows_whether_anything_is_cached(tuned):
@@ -163,35 +166,27 @@ def test_a_lookup_that_breaks_costs_a_warning(tuned, monkeypatch, caplog):
     assert "default configs serve" in caplog.text
 
 
-def test_modes_that_are_not_there_yet_say_so(tuned, caplog):
-    tuned.use(PORTABLE_BACKEND_TUNE="startup")
+def test_the_hash_of_choices_tells_configs_and_layers_apart(tuned):
+    from backend_fakes import make_builder, make_impl, modules
+
+    pb = modules()
+
+    def start(**impl):
+        tuned.use()
+        make_builder(pb, [make_impl(pb, **impl)], torch.device("cpu"))
+        return tuned.module.choices()
+
+    default = start()
+    assert start() == default
+    assert start(sliding_window=16) != default
+    keep(tuned.folder, record(decode_key(MODEL, LIMITS, num_seqs=4), DECODE))
+    assert start() != default
+
+
+def test_a_mode_that_is_not_there_yet_says_so(tuned, caplog):
+    tuned.use(PORTABLE_BACKEND_TUNE="background")
     tuned.module.configs_for_engine(**LAYERS)
-    assert "PORTABLE_BACKEND_TUNE=startup is not there yet" in caplog.text
-
-
-@pytest.mark.parametrize("has_records", [True, False])
-def test_every_rank_runs_what_the_first_one_chose(tuned, has_records, monkeypatch):
-    """A collective each time, whether this rank found anything or not."""
-    from vllm.distributed import parallel_state
-
-    if has_records:
-        keep(tuned.folder, record(decode_key(MODEL, LIMITS, num_seqs=4), DECODE))
-    sent = []
-
-    def broadcast_object(rows, src):
-        sent.append((rows, src))
-        config = {"prefill": {"BLOCK_M": 16}, "merge": {"BLOCK_SPLITS": 2}}
-        return [((2, False, False), config | {"decode": {"BLOCK_N": 16}})]
-
-    group = types.SimpleNamespace(world_size=2, broadcast_object=broadcast_object)
-    monkeypatch.setattr(parallel_state, "model_parallel_is_initialized", lambda: True)
-    monkeypatch.setattr(parallel_state, "get_tp_group", lambda: group)
-    configs = tuned.module.configs_for_engine(**LAYERS)
-    assert list(configs) == [StepKind(2)]
-    assert configs[StepKind(2)].decode == KernelConfig.of(BLOCK_N=16)
-    ((rows, src),) = sent
-    assert src == 0
-    assert bool(rows) is has_records
+    assert "PORTABLE_BACKEND_TUNE=background is not there yet" in caplog.text
 
 
 def test_the_back_end_plans_with_recorded_configs(tuned, caplog):
@@ -199,7 +194,13 @@ def test_the_back_end_plans_with_recorded_configs(tuned, caplog):
 
     pb = modules()
     keep(tuned.folder, record(decode_key(MODEL, LIMITS, num_seqs=4), DECODE))
+    caplog.set_level(logging.INFO, "vllm.portable_backend")
     builder = make_builder(pb, [make_impl(pb)], torch.device("cpu"))
+    (line,) = [x for x in caplog.messages if "choices" in x]
+    assert line == (
+        "tuning records: decode exact 1, nearest 3; prefill default 2; choices "
+        + tuned.module.choices()
+    )
     (planner,) = builder.planners.values()
     assert planner.config_for(StepKind(4)).decode == DECODE
     assert planner.config_for(StepKind(4, mixed=True)).decode != DECODE

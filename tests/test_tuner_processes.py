@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from search_cases import time_of
@@ -188,7 +189,7 @@ class ScriptedCrew:
     def alive(self):
         return 2
 
-    def start(self, worker, task, seconds):
+    def start(self, worker, task, seconds, upcoming=None):
         self.started.append((worker, task))
 
     def poll(self, timeout_s):
@@ -205,6 +206,30 @@ class ScriptedCrew:
 
     def close(self):
         pass
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_worker_that_is_alone_knows_what_comes_next(workers):
+    first, second, third = tasks = tasks_of(1, 2, 3)
+    started, busy = [], {}
+
+    def start(worker, task, seconds, upcoming=None):
+        started.append((task, upcoming))
+        busy[worker] = task
+
+    def poll(timeout_s):
+        for worker in list(busy):
+            yield worker, Outcome(busy.pop(worker).key, "tuned")
+
+    crew = SimpleNamespace(
+        alive=lambda: workers,
+        idle=lambda: [n for n in range(workers) if n not in busy],
+        start=start,
+        poll=poll,
+    )
+    assert {outcome.state for outcome in spread(tasks, crew)} == {"tuned"}
+    alone = [(first, second), (second, third), (third, None)]
+    assert started == (alone if workers == 1 else [(task, None) for task in tasks])
 
 
 def test_ctrl_c_asks_workers_for_what_they_have():

@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every step has a bucket among the few that are tuned, and the host can name it."""
 
+import functools
+import itertools
 import json
+import math
+from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,6 +17,11 @@ from hypothesis import strategies as st
 from portable_backend.device import DeviceInfo
 from portable_backend.kernels import kv_cache_space, rms_norm_space
 from portable_backend.kernels.plan import StepKind
+from portable_backend.warmup.buckets import (
+    all_keys,
+    num_seqs_buckets,
+    prefill_token_buckets,
+)
 from portable_backend.warmup.kernel_specs import DTYPES, spec_of
 from portable_backend.warmup.model_shapes import ModelShape, NormShape
 from portable_backend.warmup.records import TuningKey
@@ -51,6 +61,8 @@ QWEN3 = replace(
     ),
 )
 GPT_OSS = replace(LLAMA, head_size=64, windows=((0, 12), (128, 12)))
+# What a bucket of each kernel rounds up.
+SIZE_OF = {"decode": "num_seqs", "kv_cache": "num_tokens", "rms_norm": "num_rows"}
 MODELS = [LLAMA, QWEN3, GPT_OSS]
 ENGINES = [
     EngineLimits(),
@@ -123,6 +135,129 @@ def test_every_step_falls_into_units_that_are_tuned(engine, data):
         sliding_window=window,
     )
     assert {decode, prefill} <= tuned
+
+
+def draw_sizes(rng, most, edges):
+    """1000 of 1 to `most`, short ones as often as long ones, and those at edges."""
+    found = np.exp(rng.uniform(0, np.log(most + 1), 1000)).astype(np.int64)
+    near = np.unique([n + d for n in edges for d in (-1, 0, 1)])
+    found[: len(near)] = near
+    return np.clip(rng.permutation(found), 1, most).tolist()
+
+
+def draw_batches(rng, model, limits):
+    seqs, tokens = num_seqs_buckets(limits), prefill_token_buckets(limits)
+    middles = [int((low * high) ** 0.5) for low, high in itertools.pairwise(tokens)]
+    most = limits.max_num_tokens
+    writes = [key.to_dict()["num_tokens"] for key in all_keys(model, limits)
+              if key.kernel == "kv_cache"]  # fmt: skip
+    return zip(
+        draw_sizes(rng, most, writes),
+        draw_sizes(rng, seqs[-1], seqs),
+        draw_sizes(rng, most, tokens + middles),
+        (rng.random(1000) < 0.5).tolist(),
+        strict=True,
+    )
+
+
+def smallest_that_holds(sizes, number):
+    """The largest for what none holds, such as graph padding."""
+    return min((size for size in sizes if size >= number), default=max(sizes))
+
+
+def nearest_by_ratio(sizes, number):
+    """One, or two where both are as near."""
+    far = {size: abs(math.log(number / size)) for size in sizes}
+    return [size for size in sizes if far[size] <= min(far.values()) + 1e-9]
+
+
+@given(engines(), st.integers(0, 2**32 - 1))
+@settings(max_examples=100, deadline=None)
+def test_the_bucket_function_is_total_and_minimal(engine, seed):
+    """Over 10^5 batches: each is in one bucket of each kind of call, the smallest that
+    holds it, or the nearest one for prefills; and no bucket is without a batch."""
+    model, limits = engine
+    every = set(all_keys(model, limits))
+    sizes = {}
+    for key in every - {key for key in every if key.kernel == "prefill"}:
+        size = dict(key.sizes)[SIZE_OF[key.kernel]]
+        sizes.setdefault(key.structure, set()).add(size)
+    tokens = prefill_token_buckets(limits)
+    prefills = {
+        (size, alone): {
+            prefill_key(
+                model, limits, num_tokens=size, no_context=alone, sliding_window=window
+            )
+            for window in model.sliding_windows
+        }
+        for size in tokens
+        for alone in (False, True)
+    }
+    norms = [
+        (norm, rms_norm_key(model, limits, norm, num_rows=1).structure)
+        for norm in model.norms
+    ]
+    held = functools.cache(lambda kind, n: smallest_that_holds(sizes[kind], n))
+    for batch in draw_batches(np.random.default_rng(seed), model, limits):
+        num_tokens, num_decodes, num_prefill_tokens, alone = batch
+        keys = bucket_of_step(model, limits, Step(*batch))
+        assert every.issuperset(keys), batch
+        found = {
+            (key.structure, size)
+            for key in keys
+            if (size := dict(key.sizes).get(SIZE_OF.get(key.kernel)))
+        }
+        expected = {
+            (norm, held(norm, num_tokens * shape.rows_per_token))
+            for shape, norm in norms
+        }
+        for key in keys:
+            if key.kernel in ("decode", "kv_cache"):
+                number = num_decodes if key.kernel == "decode" else num_tokens
+                expected.add((key.structure, held(key.structure, number)))
+        assert found == expected, batch
+        near = nearest_by_ratio(tokens, num_prefill_tokens)
+        met = {key for key in keys if key.kernel == "prefill"}
+        assert met in [prefills[size, alone] for size in near], batch
+        kinds = Counter(key.kernel for key in keys)
+        assert kinds["decode"] == kinds["prefill"] == len(model.sliding_windows)
+        assert kinds["kv_cache"] == 1
+    for key in every:
+        assert is_reached(key, model, limits), key
+
+
+def is_reached(key, model, limits):
+    """Whether a batch of the bucket's own sizes falls into it."""
+    fields = key.to_dict()
+    if key.kernel == "decode":
+        sizes = {name: fields[name] for name in ("num_seqs", "seq_len")}
+        window = fields["sliding_window"]
+        return key == decode_key(model, limits, sliding_window=window, **sizes)
+    if key.kernel == "kv_cache":
+        return key == kv_cache_key(model, limits, num_tokens=fields["num_tokens"])
+    if key.kernel == "rms_norm":
+        most = limits.max_num_tokens
+        tokens = (
+            (norm, min(fields["num_rows"] // norm.rows_per_token, most))
+            for norm in model.norms
+        )
+        return any(
+            key == rms_norm_key(model, limits, norm, num_rows=n * norm.rows_per_token)
+            for norm, n in tokens
+        )
+    lengths = {"context_len": fields["context_len"]} if fields["context_len"] else {}
+    return any(
+        key
+        == prefill_key(
+            model,
+            limits,
+            num_tokens=size,
+            no_context=not lengths,
+            sliding_window=fields["sliding_window"],
+            **lengths,
+        )
+        for size in prefill_token_buckets(limits)
+    )
 
 
 @given(engines())

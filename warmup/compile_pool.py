@@ -297,8 +297,8 @@ class CompileWorker:
         with self._lock:
             if self._killed:
                 return "the pool is closed"
-            self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  # see _end
             try:
+                self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  # see _end
                 self._process = subprocess.Popen(
                     self.command,
                     stdin=subprocess.PIPE,

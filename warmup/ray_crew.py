@@ -131,7 +131,13 @@ class RayCrew:
     def alive(self) -> int:
         return len(self._numbers())
 
-    def start(self, worker: int, task: Task, seconds: float | None) -> None:
+    def start(
+        self,
+        worker: int,
+        task: Task,
+        seconds: float | None,
+        upcoming: Task | None = None,
+    ) -> None:
         if worker not in self._actors:
             self._starts_left[worker] -= 1
             self._actors[worker] = self._actor.remote(self._setup)

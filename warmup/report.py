@@ -65,10 +65,13 @@ class StartupReport:
         grades = "; ".join(parts) or "nothing looked up"
         seconds = sum(getattr(self, name) for name in _PHASES)
         present = max(0, self.binaries - self.compiled)
+        choices = (
+            f", choices {self.extra['choices']}" if "choices" in self.extra else ""
+        )
         return (
             f"{self.binaries} kernels ready: {self.compiled} compiled, {present} were "
             f"there, in {seconds:.1f} s; grades of {self.buckets} keys: {grades}; "
-            f"{self.gpu} ({self.arch}), tune={self.mode}"
+            f"{self.gpu} ({self.arch}), tune={self.mode}{choices}"
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -40,6 +40,22 @@ def default_of(
     )
 
 
+def keys_for(
+    model: ModelShape, limits: EngineLimits, kind: plan.StepKind, window: int
+) -> tuple[TuningKey, TuningKey]:
+    """The keys whose records serve prefills and decodes of steps of one kind."""
+    return (
+        prefill_key(
+            model,
+            limits,
+            num_tokens=limits.max_num_batched_tokens,
+            no_context=kind.no_context,
+            sliding_window=window,
+        ),
+        decode_key(model, limits, num_seqs=kind.max_decodes, sliding_window=window),
+    )
+
+
 def recorded_for(
     lookup: Lookup,
     model: ModelShape,
@@ -61,17 +77,7 @@ def recorded_for(
         usual = replace(kind, long_prompts=False)
         if default != default_of(model, limits, device, usual, window):
             return None
-    keys = (
-        prefill_key(
-            model,
-            limits,
-            num_tokens=limits.max_num_batched_tokens,
-            no_context=kind.no_context,
-            sliding_window=window,
-        ),
-        decode_key(model, limits, num_seqs=kind.max_decodes, sliding_window=window),
-    )
-    choices = [lookup.choose(key) for key in keys]
+    choices = [lookup.choose(key) for key in keys_for(model, limits, kind, window)]
     prefill, decode = (None if c.grade == "default" else c.config for c in choices)
     if prefill is None and decode is None:
         return None

@@ -47,7 +47,14 @@ class Crew(Protocol):
     def alive(self) -> int:
         """How many workers are there, or will come back."""
 
-    def start(self, worker: int, task: Task, seconds: float | None) -> None: ...
+    def start(
+        self,
+        worker: int,
+        task: Task,
+        seconds: float | None,
+        upcoming: Task | None = None,
+    ) -> None:
+        """Have a worker begin a unit; it may prepare what is likely to come next."""
 
     def poll(self, timeout_s: float) -> Iterator[tuple[int, Event | Outcome | Lost]]:
         """Yield what workers say: at once if they do, else within the time."""
@@ -105,6 +112,7 @@ class _Board:
         self.on_event, self.on_outcome = on_event, on_outcome
         lanes = max(1, min(crew.alive(), len(tasks)))
         self.shares = Shares(tasks, budget_s, lanes=lanes)
+        self.is_single = lanes == 1  # so that it is known who gets what comes next
         self.queue = deque(self.tasks)
         self.running: dict[int, tuple[Task, float]] = {}
         self.lost: dict[Task, list[int]] = {}
@@ -120,7 +128,8 @@ class _Board:
                 seconds = self.shares.grant(task)
                 if seconds != 0.0:
                     self.running[worker] = task, time.monotonic()
-                    self.crew.start(worker, task, seconds)
+                    upcoming = self.queue[0] if self.is_single and self.queue else None
+                    self.crew.start(worker, task, seconds, upcoming)
                     break
                 self._finish(task, Outcome(task.key, "unreached", "no time was left"))
                 task = self._next_for(worker)
@@ -203,6 +212,7 @@ class GpuCrew:
         cache_dir: the one user cache, which all write.
         cache_layers: read-only folders of records.
         restarts: how often a worker that was lost is started again.
+        grace_s: how long a worker that is told to end may take.
     """
 
     def __init__(
@@ -214,6 +224,7 @@ class GpuCrew:
         cache_dir: Path,
         cache_layers: Sequence[Path] = (),
         restarts: int = 2,
+        grace_s: float = GRACE_S,
     ) -> None:
         if not gpus:
             raise bad_argument("gpus", "one GPU at least", "none", "name some")
@@ -225,6 +236,7 @@ class GpuCrew:
             "cache_layers": [str(folder) for folder in cache_layers],
         }
         self._starts_left = [1 + restarts] * len(self.gpus)
+        self._grace_s = grace_s
         self._workers: dict[int, _Worker] = {}
         self._selector = selectors.DefaultSelector()
 
@@ -242,13 +254,21 @@ class GpuCrew:
             for n in range(len(self.gpus))
         )
 
-    def start(self, worker: int, task: Task, seconds: float | None) -> None:
+    def start(
+        self,
+        worker: int,
+        task: Task,
+        seconds: float | None,
+        upcoming: Task | None = None,
+    ) -> None:
         if worker not in self._workers:
             self._launch(worker)
         self._workers[worker].is_busy = True
         # A worker that died meanwhile is noticed by poll.
         with contextlib.suppress(OSError):
-            _send(self._workers[worker], task.to_dict() | {"seconds": seconds})
+            about: dict[str, Any] = {"seconds": seconds, "sent": time.monotonic()}
+            about["upcoming"] = upcoming and upcoming.to_dict()
+            _send(self._workers[worker], task.to_dict() | about)
 
     def poll(self, timeout_s: float) -> Iterator[tuple[int, Event | Outcome | Lost]]:
         for selected, _ in self._selector.select(timeout_s):
@@ -269,7 +289,7 @@ class GpuCrew:
         for worker in self._workers.values():
             with contextlib.suppress(OSError):
                 _stdin(worker).close()  # which the worker takes for Ctrl-C
-        ends = time.monotonic() + GRACE_S
+        ends = time.monotonic() + self._grace_s
         while self._workers and time.monotonic() < ends:
             yield from self.poll(0.1)
 
@@ -277,11 +297,11 @@ class GpuCrew:
         for worker in self._workers.values():
             with contextlib.suppress(OSError):
                 _stdin(worker).close()
-        ends = time.monotonic() + GRACE_S
+        ends = time.monotonic() + self._grace_s
         for number in list(self._workers):
             process = self._workers[number].process
             try:
-                process.wait(max(0.1, ends - time.monotonic()))
+                process.wait(max(0.01, ends - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
             self._end(number)

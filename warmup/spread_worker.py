@@ -7,19 +7,22 @@ Both speak JSON, a line each. The first line says how to tune. When stdin ends, 
 the worker, from whatever it is doing.
 """
 
+import contextlib
 import json
 import os
 import queue
 import signal
 import sys
 import threading
+import time
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from portable_backend.warmup.store import RecordStore
 from portable_backend.warmup.tools import Recipe
-from portable_backend.warmup.tuner import Tuner
+from portable_backend.warmup.tuner import BREAKDOWNS, Tuner
 from portable_backend.warmup.tuning_options import TuneOptions
 from portable_backend.warmup.tuning_report import Event, Outcome, Task, format_message
 
@@ -60,10 +63,26 @@ def _work(answers: int, lines: "queue.Queue[dict[str, Any]]") -> None:
     with Tuner(recipe, store, options, log_root=cache_dir, on_event=on_event) as tuner:
         while True:
             data = lines.get()
-            outcome = tuner.tune_unit(Task.from_dict(data), data["seconds"])
+            outcome = _tune(tuner, data)
             say(outcome)
             if outcome.state == "interrupted":
                 return
+
+
+def _tune(tuner: Tuner, data: dict[str, Any]) -> Outcome:
+    """Tune a unit; the start of this process counts for its first one."""
+    task, seconds = Task.from_dict(data), data["seconds"]
+    upcoming = Task.from_dict(data["upcoming"]).key if data["upcoming"] else None
+    if seconds is None:
+        return tuner.tune_unit(task, upcoming=upcoming)
+    with contextlib.suppress(*BREAKDOWNS):  # which the unit meets itself
+        _ = tuner.tools
+    spent = time.monotonic() - data["sent"]
+    if spent >= seconds:
+        reason = "no time was left"
+        return Outcome(task.key, "unreached", reason, seconds=spent)
+    outcome = tuner.tune_unit(task, seconds - spent, upcoming=upcoming)
+    return replace(outcome, seconds=outcome.seconds + spent)
 
 
 def _read(lines: "queue.Queue[dict[str, Any]]") -> None:

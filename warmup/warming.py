@@ -127,7 +127,11 @@ def _compile(
             except queue.Empty:
                 process.kill()
                 return
-            done.put((binary, _outcome(process, binary, device)))
+            try:
+                failure = _outcome(process, binary, device)
+            except Exception as error:  # nobody else would answer for it
+                failure = f"{type(error).__name__}: {error}"
+            done.put((binary, failure))
 
     threads = [
         threading.Thread(target=serve, args=(p,), daemon=True) for p in processes
