@@ -343,7 +343,7 @@ def listed(name):
 
 @pytest.mark.parametrize("name", WALKS)
 def test_steps_ask_for_what_is_listed_and_for_all_of_it(name):
-    found = walk(*WALKS[name], steps=250)
+    found = walk(*WALKS[name], steps=400)
     surprises = [str(found[x]) for x in found.keys() - listed(name).keys()]
     assert not surprises, surprises
     never = [str(listed(name)[x]) for x in listed(name).keys() - found.keys()]

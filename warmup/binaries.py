@@ -161,9 +161,10 @@ def step_forms(configs: ServingConfigs) -> Iterator[StepForm]:
             continue
         rest = min(limits.max_num_seqs, limits.max_num_batched_tokens - longest) - 1
         for no_context in (False, True):
+            # By the step's tokens: contexts may shrink from one builder to the next.
             alone = dict.fromkeys(
                 StepKind.of(0, no_context, has_prefill=True, longest=length)
-                for length in (1, most)
+                for length in (1, limits.max_num_batched_tokens)
             )
             kinds = _kinds(rest, no_context, mixed=True) if rest > 0 else []
             for kind in (*alone, *kinds):
