@@ -382,7 +382,7 @@ def check_config(config: AttentionConfig) -> None:
         ("decode", "MERGE", ("kernel", "last", "captured")),
     ):
         kind = getattr(config, kernel).get(name)
-        if kind not in kinds:
+        if kind not in kinds or type(kind) is not type(kinds[0]):
             raise bad_argument(
                 f"config.{kernel} {name}",
                 " or ".join(map(str, kinds)),

@@ -267,6 +267,10 @@ def _binding_for(
     return binding
 
 
+# Up to here the machine's own tanh was compared with the exact one (docs/kernels.md).
+_FAST_TANH_CAP = 50
+
+
 def _softcap_by(softcap: float | None, dtype: torch.dtype) -> int:
     """How exact tanh must be: to a part of its result, or only of the cap.
 
@@ -463,7 +467,7 @@ def _bind(
         "BLOCK_SPLITS": config.merge["BLOCK_SPLITS"],
         "EARLY_START": bool(merge_options.get("launch_pdl")),
     }
-    if softcap_by == 1 and platform == "cuda":
+    if softcap_by == 1 and platform == "cuda" and (softcap or 0) <= _FAST_TANH_CAP:
         softcap_by = 3  # prefill computes more than it reads
     prefill = common | {
         "SOFTCAP": softcap_by,

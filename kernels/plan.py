@@ -64,7 +64,8 @@ class StepKind:
         no_context: as in PagedBatch.
         mixed: the step has prefills and decodes.
         long_prompts: nothing is cached, all are prefills, and one has LONG_PROMPT
-            tokens or more.
+            tokens or more. Where only the device knows lengths, a step that may have
+            decodes is mixed instead.
     """
 
     max_decodes: int = 1
@@ -402,6 +403,7 @@ class AttentionPlanner:
             decode_query_len = max(short_lens, default=1)
             long_lens = [n for n in lens if n > limit]
             has_prefill = bool(long_lens)
+            longest = max(lens, default=0)
         # Lengths have no say: a captured graph of decodes is replayed with others.
         choice = self.choice_for(
             StepKind.of(num_decodes, batch.no_context, has_prefill, longest)

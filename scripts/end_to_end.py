@@ -142,7 +142,7 @@ def run_engine(args: argparse.Namespace, parent: Connection) -> None:
             tokens += sum(len(prompt) for prompt, _ in requests)
         prepared[name] = (prompts, params, tokens)
     parent.send({"start_s": start_s})
-    while name := parent.recv():
+    while name := parent.recv():  # until it is ended
         prompts, params, tokens = prepared[name]
         begin = time.perf_counter()
         outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -164,13 +164,23 @@ class Child:
     def failed(self) -> bool:
         return "failed" in self.result
 
+    def run(self, workload: str, end: float) -> dict[str, Any] | None:
+        """Its turn; None: nothing came of it, and it counts as failed."""
+        with suppress(OSError):  # it is dead, as `answer` will find
+            self.pipe.send(workload)
+        return self.answer(end)
+
     def answer(self, end: float) -> dict[str, Any] | None:
         """What the engine says next; None: nothing, and it counts as failed."""
-        reason = "the time limit"
+        reason = "no answer within the time limit"
         try:
-            if self.pipe.poll(max(0.0, end - time.monotonic())):
-                answer: dict[str, Any] = self.pipe.recv()
-                return answer
+            while time.monotonic() < end:
+                if self.pipe.poll(min(1.0, max(0.0, end - time.monotonic()))):
+                    answer: dict[str, Any] = self.pipe.recv()
+                    return answer
+                # Whoever inherited its pipe may keep that open.
+                if self.process.poll() is not None and not self.pipe.poll(0.0):
+                    raise EOFError
         except (EOFError, OSError):
             reason = f"exit code {self.process.wait()}"
         tail = self.log.read_text(errors="replace").splitlines()[-12:]
@@ -202,9 +212,7 @@ def start(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Wait for an engine that has been told, then end it and its own processes."""
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(timeout=20)
+    """End an engine and its own processes, whatever it is doing."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -222,12 +230,16 @@ def collect(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]
             name: start(args, name, model, logs / f"engine_{i}.log", stack)
             for i, name in enumerate(args.engines)
         }
-        for child in children.values():
-            child.result |= child.answer(end) or {}
-        take_turns(children, args.workloads, args.rounds, end)
-        for child in children.values():
-            if not child.failed:
-                child.pipe.send("")
+        try:
+            for child in children.values():
+                child.result |= child.answer(end) or {}
+            take_turns(children, args.workloads, args.rounds, end)
+        except KeyboardInterrupt:
+            print("interrupted: what follows is of the rounds before", file=sys.stderr)
+    for child in children.values():
+        times = child.result.get("times", {})
+        if not child.failed and any(not times.get(name) for name in args.workloads):
+            child.result["failed"] = "no round was timed"
     return {name: child.result for name, child in children.items()}
 
 
@@ -251,9 +263,10 @@ def take_turns(
                 child = children[name]
                 if child.failed:
                     continue
-                child.pipe.send(workload)
-                answer = child.answer(end)
+                answer = child.run(workload, end)
                 if answer is None:
+                    if time.monotonic() >= end:
+                        return  # the others are not to blame
                     continue
                 if number == 0:
                     child.result["first_tokens"][workload] = answer["first"]
@@ -295,7 +308,7 @@ def report(results: dict[str, dict[str, Any]], workloads: list[str]) -> bool:
             if ours and "failed" not in ours and engine != "portable":
                 ratio = statistics.median(
                     mine / its
-                    for mine, its in zip(ours["times"][name], rates, strict=True)
+                    for mine, its in zip(ours["times"][name], rates, strict=False)
                 )
                 line += f"   portable / this {ratio:.2f}"
             if shares[engine] < 0.75:
@@ -321,16 +334,55 @@ def names_in(text: str, known: dict[str, Any], what: str) -> list[str]:
                 f"{what}: expected some of {'; '.join(known)}, got {left!r}; "
                 "separate them by commas"
             )
+        if name in found:
+            raise SystemExit(f"{what}: {name} is there twice; name each once")
         found.append(name)
         left = left[len(name) + 1 :]
+    if not found:
+        raise SystemExit(f"{what}: expected some of {'; '.join(known)}, got none")
     return found
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a number from 1 on, got {text}")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be seconds, more than 0, got {text}")
+    return value
+
+
+# What `run_engine` passes itself.
+_OURS = (
+    "model", "load_format", "skip_tokenizer_init", "attention_backend", "seed",
+    "enable_prefix_caching", "max_model_len", "gpu_memory_utilization",
+)  # fmt: skip
+
+
+def _options(text: str) -> str:
+    try:
+        options = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be JSON: {error}, got {text}") from None
+    if not isinstance(options, dict) or set(options) & set(_OURS):
+        raise argparse.ArgumentTypeError(
+            f"must be a JSON object without {', '.join(_OURS)}, got {text}"
+        )
+    return text
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engines", default=DEFAULT_ENGINES)
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
-    parser.add_argument("--rounds", type=int, default=5, help="timed ones, at most")
+    parser.add_argument("--rounds", type=_count, default=5, help="timed ones, at most")
     parser.add_argument("--geometry", choices=list(GEOMETRIES), default="llama8b")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.7)
     parser.add_argument(
@@ -340,8 +392,13 @@ def main() -> int:
         help="of each engine, so that several fit side by side; 0: by "
         "--gpu-memory-utilization, for one engine at a time",
     )
-    parser.add_argument("--llm-options", default="{}", help="further ones, as JSON")
-    parser.add_argument("--limit-s", type=float, default=600)
+    parser.add_argument(
+        "--llm-options",
+        default="{}",
+        type=_options,
+        help="further ones, as a JSON object; not those that this script sets",
+    )
+    parser.add_argument("--limit-s", type=_seconds, default=600)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--logs", type=Path, help="folder for the engines' output")
     for hidden in ("--one", "--model", "--pipe"):
@@ -352,6 +409,12 @@ def main() -> int:
         run_engine(args, Connection(int(args.pipe)))
         return 0
     args.engines = names_in(args.engines, dict(ENGINES), "--engines")
+    if args.json and not args.json.absolute().parent.is_dir():
+        parser.error(
+            f"--json: {args.json.absolute().parent} is no folder; make it first"
+        )
+    # As Ctrl-C: engines end, and what was measured is told.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     if args.logs:
         args.logs.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:

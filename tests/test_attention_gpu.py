@@ -19,7 +19,7 @@ from kernel_cases import (
     with_seqs,
 )
 
-from portable_backend.kernels import launch_counts, paged_attention
+from portable_backend.kernels import attention, launch_counts, paged_attention
 
 pytestmark = pytest.mark.gpu
 LLAMA = Case(1, (), heads=(32, 8), head_size=128)
@@ -241,6 +241,27 @@ def test_time_follows_the_window_not_the_context(seqs, device):
     visible = 1024 + seqs[0][0]
     share = visible / seqs[0][1]
     assert times[1024] < times[None] * (share + 0.15), times
+
+
+@pytest.mark.parametrize("cap", [30.0, 50.0])
+@pytest.mark.parametrize("spread", [1, 4, 16, 64])
+def test_the_fast_tanh_is_as_near_the_oracle(spread, cap, device, monkeypatch):
+    """Prefill's soft cap by one instruction, with scores far beyond the cap, too."""
+    case = replace(LLAMA, seqs=((1024, 1024), (300, 1500)), softcap=cap)
+    errors, outs = {}, {}
+    for fast in (False, True):
+        if not fast:
+            monkeypatch.setattr(attention, "_FAST_TANH_CAP", 0)
+        inputs = make_inputs(case, device)
+        inputs.query[: case.num_tokens] *= spread
+        oracle, _ = references(inputs)
+        outs[fast] = call(inputs)[: case.num_tokens].float()
+        error = outs[fast] - oracle[: case.num_tokens].float()
+        errors[fast] = float(error.norm() / oracle[: case.num_tokens].float().norm())
+        monkeypatch.undo()
+    if torch.version.cuda and spread > 1:
+        assert not torch.equal(outs[False], outs[True]), "the same kernel ran twice"
+    assert errors[True] < 1.05 * errors[False] < 0.01, errors
 
 
 def test_first_readable_key_is_the_windows_first():

@@ -80,9 +80,10 @@ def test_scores_far_above_the_reference(device):
     check_inputs(inputs, case)
 
 
-def test_another_parameter_than_a_bool_is_refused(device):
+@pytest.mark.parametrize("value", [2, 1, 0, None, "True"])
+def test_another_parameter_than_a_bool_is_refused(value, device):
     _, inputs = make(device)
-    prefill = inputs.config.prefill.replace(DELAY_PV=2)
+    prefill = inputs.config.prefill.replace(DELAY_PV=value)
     inputs.config = replace(inputs.config, prefill=prefill)
     with pytest.raises(ValueError, match="prefill DELAY_PV must be False or True"):
         call(inputs)

@@ -2,7 +2,9 @@
 """scripts/end_to_end.py without engines: requests, comparison, table."""
 
 import importlib.util
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -92,9 +94,32 @@ class Pipe:
         return {"rate": 100.0, "first": [1, 2]}
 
 
+class DeadPipe(Pipe):
+    """Of an engine that died between two turns."""
+
+    def send(self, workload):
+        super().send(workload)
+        if self.turns:
+            raise BrokenPipeError
+
+    def recv(self):
+        if self.turns:
+            raise EOFError
+        return super().recv()
+
+
+class HungPipe(Pipe):
+    def poll(self, timeout):
+        time.sleep(min(timeout, 0.05))
+        return self.turns < 2
+
+
 class Process:
     def wait(self):
         return -9
+
+    def poll(self):
+        return None
 
 
 def test_each_round_begins_with_another_engine_and_goes_on_without_the_dead(
@@ -113,8 +138,56 @@ def test_each_round_begins_with_another_engine_and_goes_on_without_the_dead(
     assert children["a"].result["first_tokens"] == {"x": [1, 2], "y": [1, 2]}
 
 
+def test_an_engine_that_died_between_turns_stops_nobody(script, tmp_path):
+    said = []
+    (tmp_path / "log").write_text("gone")
+    children = {
+        "a": script.Child(Process(), DeadPipe(said, "a"), tmp_path / "log"),
+        "b": script.Child(Process(), Pipe(said, "b"), tmp_path / "log"),
+    }
+    script.take_turns(children, ["x"], 2, script.time.monotonic() + 60)
+    assert children["a"].result["failed"] == "exit code -9\ngone"
+    assert children["b"].result["times"] == {"x": [100.0] * 2}
+
+
+def test_an_engine_that_hangs_costs_the_others_nothing(script, tmp_path):
+    said = []
+    (tmp_path / "log").write_text("thinking")
+    children = {
+        "a": script.Child(Process(), Pipe(said, "a"), tmp_path / "log"),
+        "b": script.Child(Process(), HungPipe(said, "b"), tmp_path / "log"),
+    }
+    script.take_turns(children, ["x"], 5, script.time.monotonic() + 0.5)
+    assert "no answer within the time limit" in children["b"].result["failed"]
+    assert not children["a"].failed and children["a"].result["times"]["x"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--rounds", "0"], "--rounds: must be a number from 1 on, got 0"),
+        (["--limit-s", "nan"], "--limit-s: must be seconds"),
+        (["--engines", ""], "--engines: expected some of"),
+        (["--engines", "portable,portable"], "portable is there twice"),
+        (["--workloads", ""], "--workloads: expected some of"),
+        (["--llm-options", "{bad"], "--llm-options: must be JSON"),
+        (["--llm-options", '{"seed": 1}'], "must be a JSON object without"),
+        (["--json", "/nowhere/at/all.json"], "/nowhere/at is no folder"),
+    ],
+)
+def test_wrong_options_are_told_before_anything_starts(options, message):
+    done = subprocess.run(
+        [sys.executable, "-P", SCRIPT, *options], capture_output=True, text=True
+    )
+    assert done.returncode != 0
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_rounds_end_with_the_time(script, tmp_path):
     said = []
     children = {"a": script.Child(Process(), Pipe(said, "a"), tmp_path)}
-    script.take_turns(children, ["x"], 5, script.time.monotonic() - 1)
-    assert len(said) == 2  # the warm-up, and one that is timed
+    children["a"].pipe.poll = lambda timeout: time.sleep(0.2) or True
+    script.take_turns(children, ["x"], 50, script.time.monotonic() + 1)
+    assert 2 <= len(said) <= 6
+    assert not children["a"].failed

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from portable_backend.bench.inputs import DTYPES
-from portable_backend.bench.results import ERROR_LIMITS, OURS, Job, Row
+from portable_backend.bench.results import COPY, ERROR_LIMITS, OURS, Job, Row
 from portable_backend.bench.settings import Settings
 from portable_backend.bench.shapes import NORM_SIZES, NORM_TOKENS, TINY_NORM
 from portable_backend.bench.timing import (
@@ -196,8 +196,8 @@ def measure(shape: NormShape, settings: Settings) -> Row:
         )
 
     makers: dict[str, Callable[[], Contestant]] = {
-        name: copy if name == "copy" else partial(contestant, name)
-        for name in settings.chosen([*IMPLEMENTATIONS, "copy"])
+        name: copy if name == COPY else partial(contestant, name)
+        for name in settings.chosen([*IMPLEMENTATIONS, COPY])
     }
     results = race(
         makers,

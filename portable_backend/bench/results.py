@@ -8,6 +8,7 @@ from typing import Any
 
 OURS = "portable"
 OUR_NAMES = (OURS, "portable_exact")
+COPY = "copy"  # shown beside the others, but no rival: it computes nothing
 # Largest relative error norm of a right result.
 ERROR_LIMITS = {"bf16": 5e-3, "fp16": 1e-3, "fp32": 1e-4}
 
@@ -202,7 +203,7 @@ def geometric_means(rows: Iterable[Row]) -> dict[str, dict[str, tuple[float, int
     logs: dict[str, dict[str, list[float]]] = {}
     for row in rows:
         for rival in row.results:
-            ratio = row.ratio(rival) if rival != OURS else None
+            ratio = row.ratio(rival) if rival not in (OURS, COPY) else None
             if ratio is not None:
                 values = logs.setdefault(f"{row.suite}: {row.group}", {})
                 values.setdefault(rival, []).append(math.log(ratio))
@@ -220,7 +221,7 @@ def losses(rows: Iterable[Row]) -> list[tuple[Row, str, float]]:
     found = []
     for row in rows:
         for rival in row.results:
-            ratio = row.ratio(rival) if rival != OURS else None
+            ratio = row.ratio(rival) if rival not in (OURS, COPY) else None
             if ratio is not None and ratio < 1:
                 found.append((row, rival, ratio))
     return sorted(found, key=lambda item: item[2])
