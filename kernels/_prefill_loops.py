@@ -5,6 +5,7 @@ import triton.language as tl
 
 from portable_backend.kernels._jit import device_function
 from portable_backend.kernels._softmax import (
+    alibi_terms,
     keys_in_range,
     load_tile,
     mask_scores,
@@ -62,8 +63,9 @@ def attend_tiles(
             )
         s = tl.dot(q, k.to(q.dtype).T, input_precision="ieee")
         s = shape_scores(
-            s, key_pos, query_pos, slopes, qk_scale, cap_scale, cap_log2, SOFTCAP, ALIBI
-        )
+            s, pos, key_pos, query_pos, slopes, qk_scale, cap_scale, cap_log2,
+            SOFTCAP, ALIBI,
+        )  # fmt: skip
         if MASK:
             if SHIFT:
                 # Keys that the shifted tile repeats: out of everybody's sight.
@@ -120,14 +122,21 @@ def _load_full_tile(
 
 @device_function
 def _exponentials(
-    s, key_pos, m_i, query_pos, slopes, qk_scale, cap_scale, cap_log2,
+    s, pos, m_i, query_pos, slopes, qk_scale, cap_scale, cap_log2,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
 ):  # fmt: skip
-    """Probabilities of a tile's scores, relative to m_i."""
-    s = shape_scores(
-        s, key_pos, query_pos, slopes, qk_scale, cap_scale, cap_log2, SOFTCAP, ALIBI
-    )
-    if SOFTCAP or ALIBI:
+    """Probabilities of the scores of keys from `pos` on, relative to m_i."""
+    key_pos = pos + tl.arange(0, s.shape[1])
+    if ALIBI and SOFTCAP == 0:
+        # The reference joins the row's part: two operations a score.
+        rows, columns = alibi_terms(slopes, pos, key_pos, query_pos)
+        bias = slopes[:, None] * columns[None, :] + (rows - m_i)[:, None]
+        p = tl.math.exp2(s * qk_scale + bias)
+    elif SOFTCAP or ALIBI:
+        s = shape_scores(
+            s, pos, key_pos, query_pos, slopes, qk_scale, cap_scale, cap_log2,
+            SOFTCAP, ALIBI,
+        )  # fmt: skip
         p = tl.math.exp2(s - m_i[:, None])
     else:
         p = tl.math.exp2(s * qk_scale - m_i[:, None])
@@ -221,7 +230,7 @@ def _attend_delayed(
         p = _arrived(carried, q.dtype, DELAY_PV)
         acc = tl.dot(p, v.to(q.dtype), acc, input_precision="ieee")
         p = _exponentials(
-            s, pos + tl.arange(0, BLOCK_N), m_i, query_pos, slopes,
+            s, pos, m_i, query_pos, slopes,
             qk_scale, cap_scale, cap_log2, SOFTCAP, ALIBI,
         )  # fmt: skip
         sums += _four_sums(p)
@@ -284,7 +293,7 @@ def attend_unmasked(
             )  # fmt: skip
             s = tl.dot(q, k.to(q.dtype).T, input_precision="ieee")
             p = _exponentials(
-                s, pos + tl.arange(0, BLOCK_N), m_i, query_pos, slopes,
+                s, pos, m_i, query_pos, slopes,
                 qk_scale, cap_scale, cap_log2, SOFTCAP, ALIBI,
             )  # fmt: skip
             sums += _four_sums(p)

@@ -100,8 +100,19 @@ def fast_tanh(x):
 
 
 @device_function
+def alibi_terms(slopes, pos, key_pos, query_pos):
+    """(r [rows], c [keys]): slope times distance is r + slope * c.
+
+    A conversion to fp32 for each score would cost as much as its exponential.
+    """
+    rows = slopes * (pos - query_pos).to(tl.float32)
+    return rows, (key_pos - pos).to(tl.float32)
+
+
+@device_function
 def shape_scores(
     scores,
+    pos,
     key_pos,
     query_pos,
     slopes,
@@ -114,6 +125,7 @@ def shape_scores(
     """Apply soft cap and ALiBi, leaving scores in the log2 domain.
 
     Without either the scores stay raw: qk_scale is then folded into exp2's argument.
+    `pos` is near key_pos, whose distances to it are small.
     """
     if SOFTCAP == 1:
         # cap * tanh(x) = cap - 2 cap / (1 + exp(2 x)), within 2^-22 of the cap: zero
@@ -136,8 +148,8 @@ def shape_scores(
     elif ALIBI:
         scores = scores * qk_scale
     if ALIBI:
-        distance = (key_pos[None, :] - query_pos[:, None]).to(tl.float32)
-        scores += slopes[:, None] * distance
+        rows, columns = alibi_terms(slopes, pos, key_pos, query_pos)
+        scores += slopes[:, None] * columns[None, :] + rows[:, None]
     return scores
 
 

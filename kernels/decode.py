@@ -300,8 +300,9 @@ def _decode_kernel(
         ids = page_ids(block_table, pos + BLOCK_N, start, last, BLOCK_N, BLOCK_SIZE)
         s = tl.dot(q, k.to(q.dtype).T, input_precision="ieee")
         s = shape_scores(
-            s, key_pos, query_pos, slopes, qk_scale, cap_scale, cap_log2, SOFTCAP, ALIBI
-        )
+            s, pos, key_pos, query_pos, slopes, qk_scale, cap_scale, cap_log2,
+            SOFTCAP, ALIBI,
+        )  # fmt: skip
         ok = visible_keys(key_pos, query_pos, hi, window, CAUSAL, HAS_WINDOW, False)
         if DESCRIPTOR:
             ok = ok & (key_pos >= pos)[None, :]
