@@ -252,7 +252,7 @@ def _traits(impls: Sequence[Any]) -> list[ModelTraits]:
     shares = any(impl.kv_sharing_target_layer_name is not None for impl in impls)
     found = [
         ModelTraits(
-            softcap=bool(impl.logits_soft_cap),
+            softcap=float(impl.logits_soft_cap or 0.0),
             sinks=impl.sinks is not None,
             alibi=impl.alibi_slopes is not None,
             shares_cache=shares,

@@ -88,7 +88,7 @@ class Engine:
             heads, self.model.head_size, 0.1, self.model.num_kv_heads,
             [0.5] * heads if self.traits.alibi else None,
             window or None, "auto",
-            30.0 if self.traits.softcap else None,
+            self.traits.softcap or None,
             "decoder", "another" if shares else None,
             **({"sinks": torch.zeros(heads, dtype=self.dtype)}
                if self.traits.sinks else {}),
@@ -321,6 +321,7 @@ WALKS = {
     "llama, fp16": ("cuda", LLAMA | {"torch_dtype": "float16"}, LIMITS),
     "smollm2": ("cuda", SMOLLM2, LIMITS),
     "gemma2": ("cuda", GEMMA2, LIMITS),
+    "gemma2, another cap": ("cuda", GEMMA2 | {"attn_logit_softcapping": 90}, LIMITS),
     "gemma3": ("cuda", GEMMA3, LIMITS),
     "gpt-oss": ("cuda", GPT_OSS, LIMITS),
     "qwen3, cache shared": ("cuda", SHARED, LIMITS),

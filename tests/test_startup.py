@@ -104,10 +104,10 @@ def test_layers_are_told_apart_by_what_their_kernels_are_compiled_for(startup, b
               for n in startup._start.needs}  # fmt: skip
     plain = ((0, 1),)
     assert traits == {
-        (False, False, False, plain),
-        (True, False, False, plain),
-        (False, True, False, plain),
-        (False, False, True, ((16, 1),)),
+        (0.0, False, False, plain),
+        (30.0, False, False, plain),
+        (0.0, True, False, plain),
+        (0.0, False, True, ((16, 1),)),
     }
     assert any(need.traits.fp32_sinks for need in startup._start.needs)
 

@@ -86,7 +86,7 @@ def test_every_architecture_is_a_target():
         (LLAMA, ModelTraits()),
         (QWEN3, ModelTraits()),
         (QWEN3 | {"num_kv_shared_layers": 2}, ModelTraits(shares_cache=True)),
-        (GEMMA2, ModelTraits(softcap=True, fp32_norm_weight=True)),
+        (GEMMA2, ModelTraits(softcap=50.0, fp32_norm_weight=True)),
         (GEMMA3, ModelTraits(fp32_norm_weight=True)),
         (GPT_OSS, ModelTraits(sinks=True)),
         ({"model_type": "bloom"}, ModelTraits(alibi=True)),

@@ -253,7 +253,7 @@ class _Calls:
         options = AttentionOptions(
             scale=model.head_size**-0.5,
             sliding_window=window,
-            softcap=30.0 if self.traits.softcap else None,
+            softcap=self.traits.softcap or None,
             alibi_slopes=_new(self.heads, dtype=torch.float32)
             if self.traits.alibi
             else None,

@@ -23,14 +23,14 @@ class ModelTraits:
     """What all layers of a model have in common beside their shapes.
 
     Attributes:
-        softcap: scores are capped.
+        softcap: cap of the scores; 0: none. How it is computed depends on its size.
         sinks, alibi: as in AttentionOptions.
         shares_cache: some layers read the cache of another one.
         fp32_norm_weight: RMSNorm gets its weight in fp32, not in the model's dtype.
         fp32_sinks: so are the sinks.
     """
 
-    softcap: bool = False
+    softcap: float = 0.0
     sinks: bool = False
     alibi: bool = False
     shares_cache: bool = False
@@ -48,7 +48,7 @@ def traits_of_config(config: Mapping[str, Any]) -> ModelTraits:
     text = text_config(config)
     kind = str(text.get("model_type"))
     return ModelTraits(
-        softcap=bool(text.get("attn_logit_softcapping")),
+        softcap=float(text.get("attn_logit_softcapping") or 0.0),
         sinks=kind in _WITH_SINKS,
         alibi=kind in _WITH_ALIBI and _uses_alibi(kind, text),
         shares_cache=bool(text.get("num_kv_shared_layers")),
