@@ -167,3 +167,4 @@ def _plan_kernel(
             tl.store(out + 2, q_start, mask=ok)
             tl.store(out + 3, query_len, mask=ok)
             tl.store(out + 4, seq_len, mask=ok)
+            tl.store(out + 5, q_start + query_len - seq_len, mask=ok)

@@ -195,7 +195,7 @@ def _arrived(carried, dtype: tl.constexpr, DELAY_PV: tl.constexpr):
 @device_function
 def _attend_delayed(
     acc, sums, m_i, q, key_cache, value_cache, block_table, ids,
-    lo, hi, start, last, first_row, query_pos, slopes, kv_head,
+    lo, hi, start, last, first_row, first_row_ptr, query_pos, slopes, kv_head,
     stride_k_block, stride_k_slot, stride_k_head,
     stride_v_block, stride_v_slot, stride_v_head,
     qk_scale, cap_scale, cap_log2,
@@ -240,6 +240,10 @@ def _attend_delayed(
             # loop from being pipelined.
             ids_v = tl.where(pos >= lo, ids, 0)
             ids = page_ids(block_table, pos + BLOCK_N, start, last, BLOCK_N, BLOCK_SIZE)
+        elif HEAD_SIZE_PADDED > 128:
+            # Read again for its place: before a load that the next step waits for,
+            # ptxas issues products and copies ahead of the exponentials.
+            first_row = tl.load(first_row_ptr, volatile=True)
     if lo < hi:
         v = _load_full_tile(
             value_cache, ids_v, hi - BLOCK_N, first_row, kv_head,
@@ -254,7 +258,7 @@ def _attend_delayed(
 @device_function
 def attend_unmasked(
     acc, m_i, q, key_cache, value_cache, block_table,
-    lo, hi, start, last, first_row, query_pos, slopes, kv_head,
+    lo, hi, start, last, first_row, first_row_ptr, query_pos, slopes, kv_head,
     stride_k_block, stride_k_slot, stride_k_head,
     stride_v_block, stride_v_slot, stride_v_head,
     qk_scale, cap_scale, cap_log2,
@@ -277,7 +281,7 @@ def attend_unmasked(
     if DELAY_PV:
         acc, sums = _attend_delayed(
             acc, sums, m_i, q, key_cache, value_cache, block_table, ids,
-            lo, hi, start, last, first_row, query_pos, slopes, kv_head,
+            lo, hi, start, last, first_row, first_row_ptr, query_pos, slopes, kv_head,
             stride_k_block, stride_k_slot, stride_k_head,
             stride_v_block, stride_v_slot, stride_v_head,
             qk_scale, cap_scale, cap_log2,

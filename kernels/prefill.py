@@ -97,7 +97,7 @@ def default_config(
             load = "new"
         if padded > 128:
             pack = min(pack, 2)
-            delay_pv = load == "descriptor"
+            delay_pv = load != "pointer"
         elif load == "pointer":
             # Addresses cost registers: more warps, as many as let two programs of a
             # unit take turns.
@@ -312,7 +312,8 @@ def _prefill_kernel(
     if FIXED:
         acc, sums = attend_unmasked(
             acc, m_i, q, key_cache, value_cache, block_table,
-            main_lo, full, start, last, first_row, query_pos, slopes, kv_head,
+            main_lo, full, start, last,
+            first_row, tiles_ptr + 8 * tile + 5, query_pos, slopes, kv_head,
             stride_k_block, stride_k_slot, stride_k_head,
             stride_v_block, stride_v_slot, stride_v_head,
             qk_scale, cap_scale, cap_log2,
