@@ -37,6 +37,16 @@ GEOMETRIES = {
         "vocab_size": 128256,
         "max_position_embeddings": 131072,
     },
+    "llama70b": {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "num_hidden_layers": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+    },
     "tiny": {
         "hidden_size": 128,
         "intermediate_size": 256,
