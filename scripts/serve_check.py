@@ -47,6 +47,16 @@ GEOMETRIES = {
         "vocab_size": 128256,
         "max_position_embeddings": 131072,
     },
+    "small": {
+        "hidden_size": 2048,
+        "intermediate_size": 4096,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_hidden_layers": 4,
+        "vocab_size": 8192,
+        "max_position_embeddings": 8192,
+    },
     "tiny": {
         "hidden_size": 128,
         "intermediate_size": 256,
