@@ -6,8 +6,8 @@
 
 SPEC holds `llm`, arguments of vllm.LLM, `prompts`, lists of token ids, and
 `max_tokens`. OUT gets `start_s`, seconds until the engine could answer; `rows` as
-same_tokens.py compares them; and each rank's `launch_counts`, if a worker extension
-counts.
+same_tokens.py compares them; and, if there is a worker extension, each rank's
+`launch_counts` and `choices`.
 """
 
 import json
@@ -104,6 +104,7 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
     result |= {"rows": rows, "answer_s": round(time.monotonic() - began, 1)}
     if "worker_extension_cls" in spec["llm"]:
         result["launch_counts"] = llm.collective_rpc("portable_launch_counts")
+        result["choices"] = llm.collective_rpc("portable_choices")
     return result
 
 

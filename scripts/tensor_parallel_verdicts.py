@@ -14,9 +14,6 @@ from typing import Any
 LEAST_AGREEMENT = 0.75
 LEAST_TUNE_RATIO = 1.7
 KERNELS = ("plan", "decode", "prefill", "kv_cache_write")
-# A rank's prefix is "(Worker_TP1 pid=9)", "(VllmWorker TP1 pid=9)" in older versions.
-_RANK = r"\((?:Vllm)?Worker\S* ?\S*TP(\d+)\b[^)]*\)"
-_CHOICES = re.compile(rf"{_RANK}.*tuning records: (.*); choices (\w{{8}})")
 _TUNED = re.compile(r"tuned (\d+) of (\d+) keys in ([\d.]+) s of \d+ \(([^)]*)\)")
 _FUSED = re.compile(r"fuse_allreduce_rms\W+(True|False)")
 RANKS_WARNING = "tensor-parallel ranks may run different configs"
@@ -80,9 +77,9 @@ class Tuning:
         return self.states.get("tuned", 0) + self.states.get("default", 0)
 
 
-def choices_of(log: str) -> dict[int, tuple[str, str]]:
-    """(hash of all configs, grades) of each rank: the last that it has told."""
-    return {int(rank): (choices, text) for rank, text, choices in _CHOICES.findall(log)}
+def choices_of(answer: Answer) -> list[str]:
+    """The hash of all configs of each rank that has told it, in their order."""
+    return [told["choices"] for told in answer.result.get("choices") or []]
 
 
 def tuning_of(log: str) -> Tuning | None:
@@ -140,33 +137,43 @@ def judge_ranks(
         num_ranks: tensor-parallel size.
         bad_prompts: that differ from the reference; None: not compared.
     """
-    told = choices_of(answer.log)
+    told = answer.result.get("choices") or []
     start_s = answer.result.get("start_s")
     details: dict[str, Any] = {"choices": told, "start_s": start_s}
     tuning = tuning_of(answer.log)
     if tuning is not None:
         details["tuning"] = vars(tuning)
     problems = [answer.problem] if answer.problem else []
-    if set(told) != set(range(num_ranks)):
-        ranks = ", ".join(map(str, sorted(told))) or "no rank"
-        problems.append(f"of {num_ranks} ranks only these told their choices: {ranks}")
-    if len({choices for choices, _ in told.values()}) > 1:
+    if len(told) != num_ranks and not answer.failed:
+        problems.append(f"{len(told)} of {num_ranks} ranks told their choices")
+    if len(set(choices_of(answer))) > 1:
         problems.append("ranks run different configs")
+    if len({json.dumps(rank["grades"], sort_keys=True) for rank in told}) > 1:
+        problems.append("ranks tell different grades")
+    if any(rank["tune_s"] for rank in told[1:]):
+        problems.append("not the first rank alone has tuned")
     if RANKS_WARNING in answer.log:
         problems.append("a rank has waited in vain for the first one's choices")
     if bad_prompts:
         problems.append(f"{bad_prompts} prompts answered differently")
     if answer.failed is None and (wrong := judge_launches(answer, num_ranks)):
         problems.append(wrong)
-    told_text = "; ".join(
-        f"rank {rank} {choices}" for rank, (choices, _) in sorted(told.items())
-    )
-    grades = next((text for _, text in told.values()), "")
-    summary = f"{told_text} ({grades})" if told else ""
+    summary = ""
+    if told:
+        ranks = ", ".join(f"rank {n} {c}" for n, c in enumerate(choices_of(answer)))
+        summary = f"{ranks} ({grades_in_words(told[0]['grades'])})"
     if tuning is not None:
         summary += f"; tuned {tuning.written} of {tuning.keys} in {tuning.seconds:g} s"
     summary = "; ".join(filter(None, [*problems, summary]))
     return Row("ranks", name, not problems, summary, start_s, details)
+
+
+def grades_in_words(grades: Mapping[str, Mapping[str, int]]) -> str:
+    """As in "decode exact 2, default 1; prefill default 2"."""
+    return "; ".join(
+        f"{kernel} " + ", ".join(f"{grade} {n}" for grade, n in counts.items())
+        for kernel, counts in grades.items()
+    )
 
 
 def judge_starts(answers: Mapping[str, Answer]) -> Row:
@@ -175,10 +182,7 @@ def judge_starts(answers: Mapping[str, Answer]) -> Row:
     Args:
         answers: of the starts "startup", "warm" and "first rank only".
     """
-    choices = {
-        name: sorted({choices for choices, _ in choices_of(answer.log).values()})
-        for name, answer in answers.items()
-    }
+    choices = {name: sorted(set(choices_of(a))) for name, a in answers.items()}
     tuning = tuning_of(answers["startup"].log) if "startup" in answers else None
     written = 0 if tuning is None else tuning.written
     held = {text for found in choices.values() for text in found}
@@ -216,7 +220,7 @@ def judge_shared(
     if written > len(records):
         wrong.append(f"{written} records were told, {len(records)} are there")
     if any(tuning.written == 0 for tuning in told):
-        wrong.append("an engine has recorded nothing")
+        wrong.append("one has recorded nothing: they did not tune at the same time")
     if failed := sum(tuning.states.get("failed", 0) for tuning in told):
         wrong.append(f"{failed} keys failed")
     wrong += problems
@@ -260,15 +264,13 @@ def tuned_units(text: str) -> dict[str, Any]:
         raise ValueError(f"no result of tune --json: {error!r}") from None
 
 
-def judge_tune(
-    one: dict[str, Any], several: dict[str, Any], walls: tuple[float, float]
-) -> Row:
+def judge_tune(one: dict[str, Any], several: dict[str, Any]) -> Row:
     """Tuning on one GPU against several: the same keys, in how much less time.
 
     Args:
         one, several: what `tuned_units` gives.
-        walls: seconds of the two commands, from process to process.
     """
+    seconds = one["seconds"], several["seconds"]
     done = [
         {k for k, u in run["units"].items() if u["state"] in ("tuned", "default")}
         for run in (one, several)
@@ -281,7 +283,7 @@ def judge_tune(
     ]
     if any(missing) or not done[0]:
         wrong.append(f"{missing[0]} and {missing[1]} units were not done")
-    ratio = walls[0] / walls[1]
+    ratio = seconds[0] / seconds[1]
     if ratio < LEAST_TUNE_RATIO:
         wrong.append(f"ratio below {LEAST_TUNE_RATIO}")
     both = sorted(done[0] & done[1])
@@ -292,13 +294,13 @@ def judge_tune(
     summary = "; ".join(
         [
             *wrong,
-            f"{walls[0]:.0f} s on one, {walls[1]:.0f} s on all: ratio {ratio:.2f}",
+            f"{seconds[0]:.0f} s on one, {seconds[1]:.0f} s on all: ratio {ratio:.2f}",
             f"{len(both)} keys in both, {same} with the same config",
             f"median of the records' times, one by all, {quality:.3f}",
         ]
     )
-    details = {"one": one, "all": several, "walls": walls, "ratio": ratio}
-    return Row("tune", "one against all", not wrong, summary, walls[1], details)
+    details = {"one": one, "all": several, "ratio": ratio}
+    return Row("tune", "one against all", not wrong, summary, seconds[1], details)
 
 
 def judge_throughput(
