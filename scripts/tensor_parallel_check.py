@@ -30,7 +30,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -176,8 +176,8 @@ class Check:
 
     # -- engines -----------------------------------------------------------------------
 
-    def spec(self, name: str) -> dict[str, Any]:
-        """What tensor_parallel_engine.py is given."""
+    def spec(self, name: str, cpus: list[int] | None = None) -> dict[str, Any]:
+        """What tensor_parallel_engine.py is given; `cpus`: None: all."""
         run, args = RUNS[name], self.args
         ranks = args.tensor_parallel_size if run.gpu is None else 1
         llm: dict[str, Any] = {
@@ -202,6 +202,7 @@ class Check:
             "llm": llm | args.llm_options,
             "prompts": prompts(vocab_size, args.longest),
             "max_tokens": args.max_tokens,
+            "cpus": cpus,
         }
 
     def environment(self, name: str) -> dict[str, str]:
@@ -219,7 +220,7 @@ class Check:
             env["CUDA_VISIBLE_DEVICES"] = args.gpus[run.gpu % len(args.gpus)]
         return env
 
-    def wave(self, names: Iterable[str]) -> None:
+    def wave(self, names: Sequence[str]) -> None:
         """Run engines beside each other; all have the same time."""
         limit_s = self.limit(self.args.wave_limit_s, "tune", "throughput")
         if limit_s < 1:
@@ -227,10 +228,11 @@ class Check:
                 self.answers[name] = Answer("no time was left", "")
             return
         ends, started = time.monotonic() + limit_s, {}
+        cpus = shares_of_cpus(names)
         for name in names:
             stem = name.replace(" ", "_")
             spec, result = (self.work / f"{stem}.{end}" for end in ("in", "out"))
-            spec.write_text(json.dumps(self.spec(name)))
+            spec.write_text(json.dumps(self.spec(name, cpus.get(name))))
             command = [sys.executable, "-P", SCRIPTS / "tensor_parallel_engine.py"]
             job = self.start([*command, spec, result], stem, self.environment(name))
             started[name] = job, result
@@ -348,6 +350,15 @@ class Check:
             told = sorted({fusion_of(text) for text in texts}) or ["not told"]
             summary = f"all-reduce + RMSNorm fusion, untouched: {' / '.join(told)}"
             self.add(Row("throughput", "fusion", None, summary))
+
+
+def shares_of_cpus(names: Sequence[str]) -> dict[str, list[int]]:
+    """CPUs of those runs that tune: each compiles on all that it sees, at once."""
+    tuning = [name for name in names if RUNS[name].tunes]
+    cpus = sorted(os.sched_getaffinity(0))
+    if len(cpus) < 4 * len(tuning):
+        return {}
+    return {name: cpus[n :: len(tuning)] for n, name in enumerate(tuning)}
 
 
 def end(job: Job) -> None:

@@ -4,13 +4,14 @@
 
     tensor_parallel_engine.py SPEC.json OUT.json
 
-SPEC holds `llm`, arguments of vllm.LLM, `prompts`, lists of token ids, and
-`max_tokens`. OUT gets `start_s`, seconds until the engine could answer; `rows` as
-same_tokens.py compares them; and, if there is a worker extension, each rank's
-`launch_counts` and `choices`.
+SPEC holds `llm`, arguments of vllm.LLM; `prompts`, lists of token ids; `max_tokens`;
+and `cpus`, those that it may use, null for all. OUT gets `start_s`, seconds until the
+engine could answer; `rows` as same_tokens.py compares them; and, if there is a worker
+extension, each rank's `launch_counts` and `choices`.
 """
 
 import json
+import os
 import random
 import sys
 import time
@@ -80,6 +81,8 @@ def prompts(vocab_size: int, longest: int) -> list[list[int]]:
 
 
 def run(spec: dict[str, Any]) -> dict[str, Any]:
+    if spec["cpus"]:
+        os.sched_setaffinity(0, spec["cpus"])
     from vllm import LLM, SamplingParams
 
     began = time.monotonic()

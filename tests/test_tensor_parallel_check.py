@@ -306,6 +306,16 @@ def test_engines_get_their_gpu_records_and_mode(this, check):
     assert max(map(len, this.spec("cold")["prompts"])) < llm["max_model_len"] - 32
 
 
+def test_engines_that_tune_beside_each_other_share_the_cpus(check, monkeypatch):
+    monkeypatch.setattr(check.os, "sched_getaffinity", lambda _: range(32))
+    shares = check.shares_of_cpus(check.WAVES[1])
+    assert sorted(n for cpus in shares.values() for n in cpus) == list(range(32))
+    assert min(map(len, shares.values())) == 10
+    assert check.shares_of_cpus(check.WAVES[0]) == {}
+    monkeypatch.setattr(check.os, "sched_getaffinity", lambda _: range(2))
+    assert check.shares_of_cpus(check.WAVES[1]) == {}
+
+
 @pytest.mark.vllm
 def test_vllm_knows_every_argument_of_the_engines(this, check):
     from vllm.engine.arg_utils import EngineArgs
