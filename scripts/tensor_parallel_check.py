@@ -32,7 +32,6 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,17 @@ import end_to_end
 import same_tokens
 from gpu_check import Job
 from serve_check import GEOMETRIES, write_config
-from tensor_parallel_engine import prompts, write_weights
+from tensor_parallel_engine import write_weights
+from tensor_parallel_runs import (
+    RUNS_OF_PART,
+    STARTS,
+    WAVES,
+    environment_of,
+    shares_of_cpus,
+    spec_of,
+    tune_command,
+    write_shapes,
+)
 from tensor_parallel_verdicts import (
     Answer,
     Row,
@@ -59,59 +68,10 @@ from tensor_parallel_verdicts import (
 
 SCRIPTS = Path(__file__).resolve().parent
 PARTS = ("tokens", "ranks", "shared", "tune", "throughput")
-EXTENSION = "portable_backend.worker_extension.PortableWorkerExtension"
-FIRST_READS = "tensor_parallel_worker.FirstReads"
 # Left to the end for stopping engines and printing.
 _RESERVE_S = 10.0
 # What the parts that come last are left by those before them.
 _LEAST_S = {"tune": 120.0, "throughput": 120.0}
-# CPUs that compile nothing while tuning is timed: engines wait beside.
-_SPARE_CPUS = 12
-
-
-@dataclass(frozen=True)
-class Run:
-    """An engine that answers the prompts once.
-
-    Attributes:
-        backend: of attention; "" is --reference.
-        gpu: the number of the one GPU that it has; None: it has all.
-        records: name of its cache of tuning records.
-        tunes: whether its start does.
-        compiled_by: the run whose compiled model it finds; itself unless given.
-        first_reads: whether that cache can be read by the first rank alone.
-    """
-
-    backend: str = "portable"
-    gpu: int | None = None
-    records: str = "none"
-    tunes: bool = False
-    compiled_by: str = ""
-    first_reads: bool = False
-
-
-RUNS = {
-    "reference": Run(backend=""),
-    "cold": Run(),
-    "one GPU": Run(gpu=1),
-    "startup": Run(records="ranks", tunes=True, compiled_by="cold"),
-    "shared 0": Run(gpu=0, records="shared", tunes=True, compiled_by="one GPU"),
-    "shared 1": Run(gpu=1, records="shared", tunes=True, compiled_by="one GPU"),
-    "warm": Run(records="ranks", compiled_by="cold"),
-    "first rank only": Run(records="ranks", compiled_by="cold", first_reads=True),
-}
-# Those of a wave run beside each other; the later ones need what the earlier ones made.
-WAVES = (
-    ("reference", "cold", "one GPU"),
-    ("startup", "shared 0", "shared 1"),
-    ("warm", "first rank only"),
-)
-STARTS = ("cold", "startup", "warm", "first rank only")
-RUNS_OF_PART = {
-    "tokens": ("reference", "cold", "one GPU"),
-    "ranks": STARTS,
-    "shared": ("shared 0", "shared 1"),
-}
 
 
 class Check:
@@ -176,50 +136,6 @@ class Check:
 
     # -- engines -----------------------------------------------------------------------
 
-    def spec(self, name: str, cpus: list[int] | None = None) -> dict[str, Any]:
-        """What tensor_parallel_engine.py is given; `cpus`: None: all."""
-        run, args = RUNS[name], self.args
-        ranks = args.tensor_parallel_size if run.gpu is None else 1
-        llm: dict[str, Any] = {
-            "model": str(self.work / "model"),
-            "attention_backend": run.backend or args.reference,
-            "tensor_parallel_size": ranks,
-            "dtype": args.dtype,
-            "skip_tokenizer_init": True,
-            "max_model_len": args.longest + args.max_tokens + 1,
-            "max_num_batched_tokens": 512,  # long prompts come in several chunks
-            "max_num_seqs": 32,
-            "seed": 0,
-        }
-        if ranks > 1:
-            llm["distributed_executor_backend"] = "mp"
-        if run.backend == "portable":
-            llm["worker_extension_cls"] = EXTENSION
-        if run.first_reads:
-            llm["worker_cls"] = FIRST_READS
-        vocab_size = GEOMETRIES[args.geometry]["vocab_size"]
-        return {
-            "llm": llm | args.llm_options,
-            "prompts": prompts(vocab_size, args.longest),
-            "max_tokens": args.max_tokens,
-            "cpus": cpus,
-        }
-
-    def environment(self, name: str) -> dict[str, str]:
-        run, args = RUNS[name], self.args
-        compiled = (run.compiled_by or name).replace(" ", "_")
-        path = filter(None, [str(SCRIPTS), os.environ.get("PYTHONPATH")])
-        env = {
-            "PYTHONPATH": os.pathsep.join(path),
-            "VLLM_CACHE_ROOT": str(self.work / "vllm" / compiled),
-            "PORTABLE_BACKEND_CACHE_DIR": str(self.work / "records" / run.records),
-            "PORTABLE_BACKEND_TUNE": "startup" if run.tunes else "load",
-            "PORTABLE_BACKEND_TUNE_BUDGET_S": str(args.startup_budget_s),
-        }
-        if run.gpu is not None and args.gpus:
-            env["CUDA_VISIBLE_DEVICES"] = args.gpus[run.gpu % len(args.gpus)]
-        return env
-
     def wave(self, names: Sequence[str]) -> None:
         """Run engines beside each other; all have the same time."""
         limit_s = self.limit(self.args.wave_limit_s, "tune", "throughput")
@@ -232,9 +148,15 @@ class Check:
         for name in names:
             stem = name.replace(" ", "_")
             spec, result = (self.work / f"{stem}.{end}" for end in ("in", "out"))
-            spec.write_text(json.dumps(self.spec(name, cpus.get(name))))
+            spec.write_text(
+                json.dumps(spec_of(name, self.args, self.work, cpus.get(name)))
+            )
             command = [sys.executable, "-P", SCRIPTS / "tensor_parallel_engine.py"]
-            job = self.start([*command, spec, result], stem, self.environment(name))
+            job = self.start(
+                [*command, spec, result],
+                stem,
+                environment_of(name, self.args, self.work),
+            )
             started[name] = job, result
         for name, (job, result) in started.items():
             failed = self.finish(job, ends - time.monotonic())
@@ -352,61 +274,11 @@ class Check:
             self.add(Row("throughput", "fusion", None, summary))
 
 
-def shares_of_cpus(names: Sequence[str]) -> dict[str, list[int]]:
-    """CPUs of those runs that tune: each compiles on all that it sees, at once."""
-    tuning = [name for name in names if RUNS[name].tunes]
-    cpus = sorted(os.sched_getaffinity(0))
-    if len(cpus) < 4 * len(tuning):
-        return {}
-    return {name: cpus[n :: len(tuning)] for n, name in enumerate(tuning)}
-
-
 def end(job: Job) -> None:
     """Kill what is left of a job, its children among them."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(job.process.pid, signal.SIGKILL)
     job.process.wait()
-
-
-def write_shapes(path: Path, count: int) -> None:
-    """Decodes of Llama-8B's layers, alike but for their sizes."""
-    from portable_backend.warmup.records import TuningKey
-    from portable_backend.warmup.units import WorkUnit, write_shapes
-
-    sizes = [(n, k) for k in (2048, 4096, 1024) for n in (8, 32, 16, 64)]
-    keys = [
-        TuningKey.of(
-            "decode",
-            dtype="bfloat16",
-            head_size=128,
-            num_kv_heads=8,
-            num_queries_per_kv=4,
-            block_size=64,
-            sliding_window=0,
-            num_seqs=num_seqs,
-            query_len=1,
-            seq_len=seq_len,
-        )
-        for num_seqs, seq_len in sizes[:count]
-    ]
-    write_shapes(path, [WorkUnit(key, 1 / len(keys)) for key in keys])
-
-
-def tune_command(
-    args: argparse.Namespace, shapes: Path, gpus: str, cache_dir: Path
-) -> list[str]:
-    """`portable-backend tune`: so many configs for each key, however long it takes.
-
-    Each GPU has as many processes that compile, so that one and all differ in nothing
-    but the number of GPUs.
-    """
-    cpus = len(os.sched_getaffinity(0))
-    workers = max(1, (cpus - _SPARE_CPUS) // max(1, len(args.gpus)))
-    trials = args.tune_trials
-    command = [sys.executable, "-P", "-m", "portable_backend.cli", "tune"]
-    command += ["--shapes", str(shapes), "--gpus", gpus, "--cache-dir", str(cache_dir)]
-    command += ["--trials", str(trials), "--patience", str(trials), "--seed", "0"]
-    return [*command, "--workers", str(workers), "--json"]
 
 
 def contest_args(args: argparse.Namespace, logs: Path) -> argparse.Namespace:

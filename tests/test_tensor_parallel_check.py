@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """scripts/tensor_parallel_check.py: verdicts, commands, and what a hang costs."""
 
+import functools
 import importlib.util
 import json
 import os
@@ -46,6 +47,11 @@ def check():
 @pytest.fixture(scope="module")
 def verdicts(check):
     return sys.modules["tensor_parallel_verdicts"]
+
+
+@pytest.fixture(scope="module")
+def runs(check):
+    return sys.modules["tensor_parallel_runs"]
 
 
 def answer(verdicts, log="", failed=None, **result):
@@ -259,15 +265,15 @@ def test_the_model_is_the_same_each_time_and_has_all_its_weights(check, tmp_path
     assert {name: value.shape for name, value in found.items()} == shapes
 
 
-def test_prompts_fit_cross_chunks_and_share_a_prefix(check):
-    found = check.prompts(8192, 1300)
-    assert found == check.prompts(8192, 1300) and len(found) >= 24
+def test_prompts_fit_cross_chunks_and_share_a_prefix(runs):
+    found = runs.prompts(8192, 1300)
+    assert found == runs.prompts(8192, 1300) and len(found) >= 24
     lengths = [len(ids) for ids in found]
     assert min(lengths) == 1 and max(lengths) == 1300
     assert sum(n > 512 for n in lengths) >= 6
     assert found[-1][:650] == found[-2][:650] and found[-1] != found[-2]
     assert all(2 <= token < 8192 for ids in found for token in ids)
-    assert max(map(len, check.prompts(512, 20))) == 20
+    assert max(map(len, runs.prompts(512, 20))) == 20
 
 
 @pytest.fixture
@@ -278,51 +284,55 @@ def this(check, tmp_path, monkeypatch):
     return check.Check(args, tmp_path)
 
 
-def test_every_run_is_in_one_wave_and_after_what_it_needs(check):
-    waves = [name for wave in check.WAVES for name in wave]
-    assert sorted(waves) == sorted(check.RUNS)
-    assert {n for names in check.RUNS_OF_PART.values() for n in names} <= set(waves)
-    for name, run in check.RUNS.items():
+def test_every_run_is_in_one_wave_and_after_what_it_needs(runs):
+    waves = [name for wave in runs.WAVES for name in wave]
+    assert sorted(waves) == sorted(runs.RUNS)
+    assert {n for names in runs.RUNS_OF_PART.values() for n in names} <= set(waves)
+    for name, run in runs.RUNS.items():
         assert waves.index(run.compiled_by or name) <= waves.index(name)
         if run.records == "ranks" and not run.tunes:
             assert waves.index("startup") < waves.index(name)
 
 
-def test_engines_get_their_gpu_records_and_mode(this, check):
-    spec, env = this.spec("cold"), this.environment("cold")
+def test_engines_get_their_gpu_records_and_mode(this, runs):
+    spec_of = functools.partial(runs.spec_of, args=this.args, work=this.work)
+    environment_of = functools.partial(
+        runs.environment_of, args=this.args, work=this.work
+    )
+    spec, env = spec_of("cold"), environment_of("cold")
     assert spec["llm"]["tensor_parallel_size"] == 2 and "worker_cls" not in spec["llm"]
     assert env["PORTABLE_BACKEND_TUNE"] == "load" and "CUDA_VISIBLE_DEVICES" not in env
-    assert this.spec("reference")["llm"]["attention_backend"] == "FLASH_ATTN"
-    shared = [this.environment(f"shared {n}") for n in (0, 1)]
+    assert spec_of("reference")["llm"]["attention_backend"] == "FLASH_ATTN"
+    shared = [environment_of(f"shared {n}") for n in (0, 1)]
     assert [env["CUDA_VISIBLE_DEVICES"] for env in shared] == ["4", "GPU-5"]
     assert len({env["PORTABLE_BACKEND_CACHE_DIR"] for env in shared}) == 1
     assert shared[0]["PORTABLE_BACKEND_TUNE"] == "startup"
     assert shared[0]["PORTABLE_BACKEND_TUNE_BUDGET_S"] == "30"
-    llm = this.spec("first rank only")["llm"]
+    llm = spec_of("first rank only")["llm"]
     module, _, name = llm["worker_cls"].partition(".")
     assert f"class {name}(" in (SCRIPTS / f"{module}.py").read_text()
-    path = this.environment("first rank only")["PYTHONPATH"].split(":")
+    path = environment_of("first rank only")["PYTHONPATH"].split(":")
     assert path[0] == str(SCRIPTS)
-    assert max(map(len, this.spec("cold")["prompts"])) < llm["max_model_len"] - 32
+    assert max(map(len, spec_of("cold")["prompts"])) < llm["max_model_len"] - 32
 
 
-def test_engines_that_tune_beside_each_other_share_the_cpus(check, monkeypatch):
-    monkeypatch.setattr(check.os, "sched_getaffinity", lambda _: range(32))
-    shares = check.shares_of_cpus(check.WAVES[1])
+def test_engines_that_tune_beside_each_other_share_the_cpus(runs, monkeypatch):
+    monkeypatch.setattr(runs.os, "sched_getaffinity", lambda _: range(32))
+    shares = runs.shares_of_cpus(runs.WAVES[1])
     assert sorted(n for cpus in shares.values() for n in cpus) == list(range(32))
     assert min(map(len, shares.values())) == 10
-    assert check.shares_of_cpus(check.WAVES[0]) == {}
-    monkeypatch.setattr(check.os, "sched_getaffinity", lambda _: range(2))
-    assert check.shares_of_cpus(check.WAVES[1]) == {}
+    assert runs.shares_of_cpus(runs.WAVES[0]) == {}
+    monkeypatch.setattr(runs.os, "sched_getaffinity", lambda _: range(2))
+    assert runs.shares_of_cpus(runs.WAVES[1]) == {}
 
 
 @pytest.mark.vllm
-def test_vllm_knows_every_argument_of_the_engines(this, check):
+def test_vllm_knows_every_argument_of_the_engines(this, runs):
     from vllm.engine.arg_utils import EngineArgs
 
     known = {item.name for item in fields(EngineArgs)}
-    for name in check.RUNS:
-        assert set(this.spec(name)["llm"]) <= known
+    for name in runs.RUNS:
+        assert set(runs.spec_of(name, this.args, this.work)["llm"]) <= known
 
 
 def test_tuning_takes_shapes_and_options_that_the_command_knows(this, check, tmp_path):
