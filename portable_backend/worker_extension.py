@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods added to vLLM's workers, to see from outside what the kernels did.
+"""Methods added to vLLM's workers, to see from outside what they run and have run.
 
 Pass this class's full name to `--worker-extension-cls`. Call the methods through
 `LLM.collective_rpc`, or with VLLM_SERVER_DEV_MODE=1 through `POST /collective_rpc`.
 """
+
+from typing import Any
 
 
 class PortableWorkerExtension:
@@ -17,6 +19,21 @@ class PortableWorkerExtension:
         from portable_backend.kernels import launch_counts
 
         return launch_counts()
+
+    def portable_choices(self) -> dict[str, Any]:
+        """What this worker's attention runs with; ranks should differ in tune_s alone.
+
+        Returns:
+            "choices", a hash of all configs; "grades", by kernel how many of the keys
+            looked up got which grade; "tune_s", seconds that this worker has tuned for.
+        """
+        from portable_backend import tuned
+
+        return {
+            "choices": tuned.choices(),
+            "grades": tuned.grades(),
+            "tune_s": tuned.tuning_s(),
+        }
 
     def portable_reset_launch_counts(self) -> None:
         """Set every count of this worker to zero."""

@@ -4,13 +4,14 @@
 
     python -P scripts/end_to_end.py --json FILE
     python -P scripts/end_to_end.py --engines portable,FLASH_ATTN --workloads prefill
+    python -P scripts/end_to_end.py --geometry llama70b --tensor-parallel-size 2
 
-Random weights in the shape of 8 layers of Llama-8B. Each engine is a process of its
-own; all start at once, and when the last one is ready they take turns, workload by
-workload, in each round another one first, so that clocks and neighbours treat them
-alike. Medians, and medians of each round's ratio; the first tokens that engines choose
-are compared, since a fast wrong answer is none. Rounds end with --limit-s. Exit code 1
-if an engine fails or disagrees.
+Random weights in the shape of 8 layers of Llama-8B, or of another geometry. Each engine
+is a process of its own, or several; all start at once, and when the last one is ready
+they take turns, workload by workload, in each round another one first, so that clocks
+and neighbours treat them alike. Medians, and medians of each round's ratio; the first
+tokens that engines choose are compared, since a fast wrong answer is none. Rounds end
+with --limit-s. Exit code 1 if an engine fails or disagrees.
 """
 
 import argparse
@@ -121,6 +122,7 @@ def run_engine(args: argparse.Namespace, parent: Connection) -> None:
         attention_backend=engine.backend,
         enable_prefix_caching=False,
         seed=0,
+        tensor_parallel_size=args.tensor_parallel_size,
         **options,
         **json.loads(args.llm_options),
     )
@@ -195,7 +197,10 @@ def start(
     ours, theirs = Pipe()
     command = [sys.executable, "-P", __file__, "--one", name, "--model", str(model)]
     command += ["--pipe", str(theirs.fileno()), "--workloads", ",".join(args.workloads)]
-    for option in ("geometry", "kv_cache_gib", "gpu_memory_utilization", "llm_options"):
+    for option in (
+        "geometry", "tensor_parallel_size", "kv_cache_gib", "gpu_memory_utilization",
+        "llm_options",
+    ):  # fmt: skip
         command += ["--" + option.replace("_", "-"), str(getattr(args, option))]
     with log.open("wb") as file:
         process = subprocess.Popen(
@@ -220,25 +225,46 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def collect(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
     """Start every engine, have them take turns; what failed says why."""
+    end = time.monotonic() + args.limit_s
+    with ExitStack() as stack:
+        children = start_all(args, folder, stack)
+        try:
+            run_all(children, args.workloads, args.rounds, end)
+        except KeyboardInterrupt:
+            print("interrupted: what follows is of the rounds before", file=sys.stderr)
+    return results_of(children, args.workloads)
+
+
+def start_all(
+    args: argparse.Namespace, folder: Path, stack: ExitStack
+) -> dict[str, Child]:
+    """Start every engine's process; they end with the stack."""
     model = folder / "model"
     model.mkdir()
     write_config(model, args.geometry)
-    end = time.monotonic() + args.limit_s
     logs = args.logs or folder
-    with ExitStack() as stack:
-        children = {
-            name: start(args, name, model, logs / f"engine_{i}.log", stack)
-            for i, name in enumerate(args.engines)
-        }
-        try:
-            for child in children.values():
-                child.result |= child.answer(end) or {}
-            take_turns(children, args.workloads, args.rounds, end)
-        except KeyboardInterrupt:
-            print("interrupted: what follows is of the rounds before", file=sys.stderr)
+    return {
+        name: start(args, name, model, logs / f"engine_{i}.log", stack)
+        for i, name in enumerate(args.engines)
+    }
+
+
+def run_all(
+    children: dict[str, Child], workloads: list[str], rounds: int, end: float
+) -> None:
+    """Wait for the engines, then have them take turns; `end` is a monotonic time."""
+    for child in children.values():
+        child.result |= child.answer(end) or {}
+    take_turns(children, workloads, rounds, end)
+
+
+def results_of(
+    children: dict[str, Child], workloads: list[str]
+) -> dict[str, dict[str, Any]]:
+    """What came of each engine; one without a round of each workload has failed."""
     for child in children.values():
         times = child.result.get("times", {})
-        if not child.failed and any(not times.get(name) for name in args.workloads):
+        if not child.failed and any(not times.get(name) for name in workloads):
             child.result["failed"] = "no round was timed"
     return {name: child.result for name, child in children.items()}
 
@@ -363,6 +389,7 @@ def _seconds(text: str) -> float:
 _OURS = (
     "model", "load_format", "skip_tokenizer_init", "attention_backend", "seed",
     "enable_prefix_caching", "max_model_len", "gpu_memory_utilization",
+    "tensor_parallel_size",
 )  # fmt: skip
 
 
@@ -378,18 +405,21 @@ def _options(text: str) -> str:
     return text
 
 
-def main() -> int:
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engines", default=DEFAULT_ENGINES)
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
     parser.add_argument("--rounds", type=_count, default=5, help="timed ones, at most")
     parser.add_argument("--geometry", choices=list(GEOMETRIES), default="llama8b")
+    parser.add_argument(
+        "--tensor-parallel-size", type=_count, default=1, help="GPUs of each engine"
+    )
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.7)
     parser.add_argument(
         "--kv-cache-gib",
         type=float,
         default=16,
-        help="of each engine, so that several fit side by side; 0: by "
+        help="of each engine on each GPU, so that several fit side by side; 0: by "
         "--gpu-memory-utilization, for one engine at a time",
     )
     parser.add_argument(
@@ -403,16 +433,23 @@ def main() -> int:
     parser.add_argument("--logs", type=Path, help="folder for the engines' output")
     for hidden in ("--one", "--model", "--pipe"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     args.workloads = names_in(args.workloads, dict(WORKLOADS), "--workloads")
     if args.one:
-        run_engine(args, Connection(int(args.pipe)))
-        return 0
+        return args
     args.engines = names_in(args.engines, dict(ENGINES), "--engines")
     if args.json and not args.json.absolute().parent.is_dir():
         parser.error(
             f"--json: {args.json.absolute().parent} is no folder; make it first"
         )
+    return args
+
+
+def main() -> int:
+    args = parse()
+    if args.one:
+        run_engine(args, Connection(int(args.pipe)))
+        return 0
     # As Ctrl-C: engines end, and what was measured is told.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if args.logs:

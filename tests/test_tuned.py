@@ -17,6 +17,7 @@ from portable_backend.warmup.matching import current_toolchain
 from portable_backend.warmup.model_shapes import ModelShape
 from portable_backend.warmup.records import TuningRecord
 from portable_backend.warmup.store import RecordStore
+from portable_backend.worker_extension import PortableWorkerExtension
 
 pytestmark = pytest.mark.vllm
 
@@ -202,5 +203,8 @@ def test_the_back_end_plans_with_recorded_configs(tuned, caplog):
         + tuned.module.choices()
     )
     (planner,) = builder.planners.values()
+    grades = {"decode": {"exact": 1, "nearest": 3}, "prefill": {"default": 2}}
+    choices = {"choices": tuned.module.choices(), "grades": grades, "tune_s": 0.0}
+    assert PortableWorkerExtension().portable_choices() == choices
     assert planner.config_for(StepKind(4)).decode == DECODE
     assert planner.config_for(StepKind(4, mixed=True)).decode != DECODE

@@ -21,6 +21,7 @@ from tuner_fakes import (
 )
 
 from portable_backend.warmup.preparation import Preparer
+from portable_backend.warmup.trial_log import TrialLog
 from portable_backend.warmup.tuner import trial_folder, tune
 from portable_backend.warmup.tuning_options import TuneOptions
 from portable_backend.warmup.tuning_report import Task
@@ -119,6 +120,27 @@ def test_what_has_a_record_is_skipped_unless_asked_again(tmp_path):
     options = replace(EVERYTHING, again=True)
     (outcome,) = tune(tasks_of(1), tuner_with(measurer, tmp_path, options))
     assert outcome.state == "tuned" and len(measurer.measured) == len(CONFIGS)
+
+
+def test_what_another_process_has_just_recorded_is_not_tuned_again(
+    tmp_path, monkeypatch
+):
+    """It ends between the first look at the records and the opening of the log."""
+
+    def open_late(*args):
+        monkeypatch.undo()
+        tune(tasks_of(1), tuner_with(Measurer(), tmp_path))
+        return TrialLog(*args)
+
+    monkeypatch.setattr("portable_backend.warmup.tuner.TrialLog", open_late)
+    measurer = Measurer()
+    (outcome,) = tune(tasks_of(1), tuner_with(measurer, tmp_path))
+    assert (outcome.state, measurer.measured) == ("known", [])
+    assert outcome.record == served(tmp_path)[1]
+    # The log is free again.
+    options = replace(EVERYTHING, again=True)
+    (outcome,) = tune(tasks_of(1), tuner_with(measurer, tmp_path, options))
+    assert outcome.state == "tuned"
 
 
 @pytest.mark.parametrize(

@@ -208,28 +208,43 @@ class ScriptedCrew:
         pass
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_worker_that_is_alone_knows_what_comes_next(workers):
+class StepwiseCrew(SimpleNamespace):
+    """Workers that end their units in the order that a test says."""
+
+    def __init__(self, workers, ends):
+        self.started, self.busy, self.ends = [], {}, iter(ends)
+        self.alive = lambda: workers
+        self.idle = lambda: [n for n in range(workers) if n not in self.busy]
+
+    def start(self, worker, task, seconds, upcoming=None):
+        self.started.append((worker, task, upcoming))
+        self.busy[worker] = task
+
+    def poll(self, timeout_s):
+        worker = next(self.ends)
+        yield worker, Outcome(self.busy.pop(worker).key, "tuned")
+
+
+def test_a_worker_that_is_alone_prepares_what_comes_next():
     first, second, third = tasks = tasks_of(1, 2, 3)
-    started, busy = [], {}
-
-    def start(worker, task, seconds, upcoming=None):
-        started.append((task, upcoming))
-        busy[worker] = task
-
-    def poll(timeout_s):
-        for worker in list(busy):
-            yield worker, Outcome(busy.pop(worker).key, "tuned")
-
-    crew = SimpleNamespace(
-        alive=lambda: workers,
-        idle=lambda: [n for n in range(workers) if n not in busy],
-        start=start,
-        poll=poll,
-    )
+    crew = StepwiseCrew(1, [0, 0, 0])
     assert {outcome.state for outcome in spread(tasks, crew)} == {"tuned"}
-    alone = [(first, second), (second, third), (third, None)]
-    assert started == (alone if workers == 1 else [(task, None) for task in tasks])
+    assert crew.started == [(0, first, second), (0, second, third), (0, third, None)]
+
+
+def test_workers_prepare_units_of_their_own_and_take_those_first():
+    one, two, three, four, five = tasks = tasks_of(1, 2, 3, 4, 5)
+    crew = StepwiseCrew(2, [1, 1, 0, 1, 0])
+    assert {outcome.state for outcome in spread(tasks, crew)} == {"tuned"}
+    assert crew.started[:3] == [(0, one, three), (1, two, four), (1, four, five)]
+    assert crew.started[3:] == [(1, five, None), (0, three, None)]
+
+
+def test_a_worker_with_nothing_else_to_do_takes_what_another_prepares():
+    one, two, three = tasks = tasks_of(1, 2, 3)
+    crew = StepwiseCrew(2, [1, 1, 0])
+    assert {outcome.state for outcome in spread(tasks, crew)} == {"tuned"}
+    assert crew.started == [(0, one, three), (1, two, None), (1, three, None)]
 
 
 def test_ctrl_c_asks_workers_for_what_they_have():

@@ -112,9 +112,9 @@ class _Board:
         self.on_event, self.on_outcome = on_event, on_outcome
         lanes = max(1, min(crew.alive(), len(tasks)))
         self.shares = Shares(tasks, budget_s, lanes=lanes)
-        self.is_single = lanes == 1  # so that it is known who gets what comes next
         self.queue = deque(self.tasks)
         self.running: dict[int, tuple[Task, float]] = {}
+        self.upcoming: dict[int, Task] = {}  # what each prepares meanwhile
         self.lost: dict[Task, list[int]] = {}
         self.done: dict[Task, Outcome] = {}
 
@@ -122,17 +122,19 @@ class _Board:
         return bool(self.queue or self.running)
 
     def hand_out(self) -> None:
+        begun: list[tuple[int, Task, float | None]] = []
         for worker in self.crew.idle():
             task = self._next_for(worker)
             while task is not None:
                 seconds = self.shares.grant(task)
                 if seconds != 0.0:
                     self.running[worker] = task, time.monotonic()
-                    upcoming = self.queue[0] if self.is_single and self.queue else None
-                    self.crew.start(worker, task, seconds, upcoming)
+                    begun.append((worker, task, seconds))
                     break
                 self._finish(task, Outcome(task.key, "unreached", "no time was left"))
                 task = self._next_for(worker)
+        for worker, task, seconds in begun:
+            self.crew.start(worker, task, seconds, self._reserve(worker))
         if not self.running and self.queue and not self.crew.alive():
             for task in self.queue:
                 self._finish(task, Outcome(task.key, "failed", "no worker is left"))
@@ -176,11 +178,25 @@ class _Board:
             for task in self.tasks
         ]
 
+    def _reserve(self, worker: int) -> Task | None:
+        """What a worker may prepare: the first unit that no other one prepares."""
+        taken = set(self.upcoming.values())
+        upcoming = next((task for task in self.queue if task not in taken), None)
+        if upcoming is not None:
+            self.upcoming[worker] = upcoming
+        return upcoming
+
     def _next_for(self, worker: int) -> Task | None:
-        """The first unit that this worker was not lost with, if another can take it."""
+        """The first unit that this worker was not lost with, if another can take it.
+
+        What it has prepared comes before, what others prepare after all else.
+        """
         if worker in self.running:
             return None
-        for task in self.queue:
+        own = self.upcoming.pop(worker, None)
+        others = set(self.upcoming.values())
+        by_turn = sorted(self.queue, key=lambda task: (task != own, task in others))
+        for task in by_turn:
             lost = set(self.lost.get(task, ()))
             if worker not in lost or len(lost) >= self.crew.alive():
                 self.queue.remove(task)

@@ -200,9 +200,8 @@ class _Job:
 
     def run(self) -> Outcome:
         key, tools = self.key, self.tools
-        self.tuner.store.refresh()  # others may tune beside us
         prepared = self.tuner._preparer.take(key, tools)
-        known = None if self.tuner.options.again else self._known(prepared.members)
+        known = self._known(prepared.members)
         if known is not None:
             return Outcome(key, "known", record=known)
         self.default = prepared.default
@@ -214,6 +213,10 @@ class _Job:
         except LogMismatchError as error:
             return Outcome(key, "elsewhere", str(error))
         try:
+            # Another process may have ended it before the log was ours.
+            known = None if log is None else self._known(prepared.members)
+            if known is not None:
+                return Outcome(key, "known", record=known)
             result = self._search(prepared.space, prepared.estimated, log)
             if result.stopped == "interrupted":
                 return self._outcome("interrupted", stopped=result.stopped)
@@ -224,6 +227,9 @@ class _Job:
 
     def _known(self, members: frozenset[KernelConfig]) -> TuningRecord | None:
         """A record that serves as exact and was measured with today's toolchain."""
+        self.tuner.store.refresh()  # others may tune beside us
+        if self.tuner.options.again:
+            return None
         for _, record in self.tuner.store.records(self.key.kernel):
             if record.key == self.key and record.config in members:
                 environment = self.tools.environment
