@@ -9,8 +9,8 @@
 Parts: `awkward`, more than 2000 awkward requests in default mode and as many in eager
 mode under `--jit-monitor-mode error`; `start`, cold and warm starts beside
 FLASH_ATTN's; `startup_tuning`, budget, memory and records of tuning at start;
-`carried`, a start from what `portable-backend warm` has compiled. Random weights in the shape of 8
-layers of Llama-8B.
+`carried`, a start from what `portable-backend warm` has compiled. Random weights in the
+shape of 8 layers of Llama-8B.
 
 Jobs are processes, each on one GPU and its share of the CPUs, with a time limit of its
 own; one that fails or hangs does not stop the others. Each writes JSON to --out as it
@@ -49,6 +49,8 @@ PARTS = ("awkward", "start", "startup_tuning", "carried")
 LIMITS = {"awkward": 260, "start": 330, "startup_tuning": 260, "carried": 150}
 # Of a job that is told to end, to stop its servers.
 _GRACE_S = 25.0
+# Nothing is begun that has less.
+_LEAST_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -125,13 +127,13 @@ class Lanes:
         for thread in threads:
             thread.start()
         try:
-            for thread in threads:
-                thread.join()
+            while any(thread.is_alive() for thread in threads):
+                time.sleep(0.2)  # an interrupted join() would count as done
         except KeyboardInterrupt:
             print("interrupted: what follows is what was seen", file=sys.stderr)
             self._stopped.set()
-            for thread in threads:
-                thread.join()
+        for thread in threads:
+            thread.join()
 
     def _lane(self, gpu: str, cpus: list[int]) -> None:
         while True:
@@ -140,7 +142,7 @@ class Lanes:
                     return
                 job = self.waiting.pop(0)
             limit_s = min(LIMITS[job.part], self.end - time.monotonic() - _GRACE_S)
-            if limit_s < 10:
+            if limit_s < _LEAST_S:
                 self.problems[job.name] = "no time was left for it"
                 continue
             began = time.monotonic()
@@ -154,13 +156,16 @@ class Lanes:
                 flush=True,
             )
 
-    def _run(self, job: Job, gpu: str, cpus: list[int], limit_s: float) -> str | None:
-        """None if the job ended well, else why not."""
+    def command(self, job: Job, limit_s: float) -> list[str]:
+        """Starts the process of a job."""
         args = self.args
         command = [sys.executable, "-P", __file__, "--out", str(args.out)]
         command += ["--job", f"{job.part}:{job.argument}", "--limit-s", str(limit_s)]
         command += ["--reference", args.reference]
-        command += ["--quick"] * args.quick + ["--newest"] * args.newest
+        return command + ["--quick"] * args.quick + ["--newest"] * args.newest
+
+    def _run(self, job: Job, gpu: str, cpus: list[int], limit_s: float) -> str | None:
+        """None if the job ended well, else why not."""
         environment = os.environ | {
             "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
             "CUDA_VISIBLE_DEVICES": gpu,
@@ -168,16 +173,17 @@ class Lanes:
         }
         # What would be shared with other servers, or with other runs.
         environment.pop("TRITON_CACHE_DIR", None)
-        log = args.out / "logs" / f"{job.name}.log"
+        log = self.args.out / "logs" / f"{job.name}.log"
         with log.open("wb") as file:
             process = subprocess.Popen(
-                command,
+                self.command(job, limit_s),
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 env=environment,
                 start_new_session=True,
             )
-        os.sched_setaffinity(process.pid, cpus)
+        with suppress(OSError):  # it has ended already
+            os.sched_setaffinity(process.pid, cpus)
         end = time.monotonic() + limit_s
         while (code := process.poll()) is None and time.monotonic() < end:
             if self._stopped.wait(0.2):
@@ -250,7 +256,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     args = parse()
     # As Ctrl-C: servers are stopped on the way out.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for name in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(name, signal.default_int_handler)
     if args.job:
         run_job(args)
         return 0

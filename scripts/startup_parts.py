@@ -106,7 +106,8 @@ QUICK = Scale(
         "max-num-batched-tokens": 64,
         "block-size": 32,
     },
-    options=("--dtype", "float32"),
+    # Inductor's C++ takes long to compile, and needs a compiler.
+    options=("--dtype", "float32", "--compilation-config", '{"backend": "eager"}'),
     beside=("--gpu-memory-utilization", "0.2", "--kv-cache-memory-bytes", "67108864"),
     alone=("--gpu-memory-utilization", "0.2", "--kv-cache-memory-bytes", "67108864"),
     budget_s=3,
@@ -153,7 +154,7 @@ class Run:
 
     def caches(self, name: str) -> dict[str, str]:
         """Variables that give a server caches of its own, empty at first."""
-        folder = self.folder / "caches" / name
+        folder = self.folder / "caches" / name.replace(" ", "_")
         return {
             "VLLM_CACHE_ROOT": str(folder / "vllm"),
             "TRITON_HOME": str(folder),

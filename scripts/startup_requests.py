@@ -77,7 +77,7 @@ def draw_plan(
     rng = random.Random(seed)
 
     def tokens(count: int) -> list[int]:
-        return [rng.randrange(2, vocab_size) for _ in range(count)]
+        return rng.choices(range(2, vocab_size), k=count)
 
     def length(most: int) -> int:
         return min(most, max(1, round(math.exp(rng.uniform(0, math.log(most))))))
@@ -127,9 +127,8 @@ def draw_plan(
     drawn = []
     for _ in some(64):
         pattern, most = tokens(rng.randrange(1, 9)), length(min(longest, 4000))
-        drawn.append(
-            request((pattern * longest)[:most], allowed=tuple(sorted({*pattern[:2]})))
-        )
+        prompt = (pattern * (most // len(pattern) + 1))[:most]
+        drawn.append(request(prompt, allowed=tuple(sorted({*prompt[:2]}))))
     waves.append(Wave("repeats", 24, drawn))
     return waves
 
@@ -215,7 +214,7 @@ async def _send_plan(
                     await _send(session, f"{url}/v1/completions", request, answers)
                 except (aiohttp.ClientError, TimeoutError, OSError) as error:
                     answers.fail(type(error).__name__, str(error))
-                except (KeyError, TypeError, ValueError) as error:
+                except (LookupError, TypeError, ValueError) as error:
                     answers.fail("answer of another form", repr(error))
 
         for wave in waves:
