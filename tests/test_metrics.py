@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grades on /metrics: from an engine's process to the server's, where it can see them."""
+"""Grades on /metrics, which another process than the engine's shows."""
 
 import subprocess
 import sys
