@@ -46,7 +46,7 @@ from startup_table import (
 
 PARTS = ("awkward", "start", "startup_tuning", "carried")
 # Seconds of a job: what it takes at most on an H200, and some more.
-LIMITS = {"awkward": 260, "start": 330, "startup_tuning": 260, "carried": 150}
+LIMITS = {"awkward": 330, "start": 420, "startup_tuning": 280, "carried": 150}
 # Of a job that is told to end, to stop its servers.
 _GRACE_S = 25.0
 # Nothing is begun that has less.
@@ -59,7 +59,7 @@ class Job:
 
     Attributes:
         part: that it belongs to.
-        argument: mode or number of the round, if the part has several jobs.
+        argument: number of the round, if the part has several jobs.
     """
 
     part: str
@@ -71,13 +71,12 @@ class Job:
 
 
 def jobs_of(parts: Sequence[str], rounds: int) -> list[Job]:
-    """In the order in which GPUs take them: none but `start` and tuning run alone."""
+    """In the order in which GPUs take them, the longest first."""
     jobs: list[Job] = []
-    if "awkward" in parts:
-        jobs += [Job("awkward", "default"), Job("awkward", "eager")]
     if "start" in parts:
         jobs += [Job("start", str(number)) for number in range(rounds)]
-    return jobs + [Job(p) for p in ("startup_tuning", "carried") if p in parts]
+    others = ("awkward", "startup_tuning", "carried")
+    return jobs + [Job(part) for part in others if part in parts]
 
 
 def run_job(args: argparse.Namespace) -> None:
@@ -87,7 +86,7 @@ def run_job(args: argparse.Namespace) -> None:
         args.out, Job(part, argument).name, scale_of(args), args.limit_s, args.reference
     )
     if part == "awkward":
-        startup_parts.awkward(run, argument)
+        startup_parts.awkward(run, args.modes)
     elif part == "start":
         startup_parts.start(run, int(argument))
     elif part == "startup_tuning":
@@ -161,7 +160,7 @@ class Lanes:
         args = self.args
         command = [sys.executable, "-P", __file__, "--out", str(args.out)]
         command += ["--job", f"{job.part}:{job.argument}", "--limit-s", str(limit_s)]
-        command += ["--reference", args.reference]
+        command += ["--reference", args.reference, "--modes", ",".join(args.modes)]
         return command + ["--quick"] * args.quick + ["--newest"] * args.newest
 
     def _run(self, job: Job, gpu: str, cpus: list[int], limit_s: float) -> str | None:
@@ -212,9 +211,8 @@ def rows_of(out: Path, jobs: Sequence[Job], budget_s: float) -> list[Row]:
         with suppress(OSError, ValueError):
             found[job.name] = json.loads((out / f"{job.name}.json").read_text())
     rows: list[Row] = []
-    for job in jobs:
-        if job.part == "awkward" and job.name in found:
-            rows += awkward_rows(job.argument, found[job.name])
+    if "awkward" in found:
+        rows += awkward_rows(found["awkward"])
     rows += start_rows(
         found[j.name] for j in jobs if j.part == "start" and j.name in found
     )
@@ -235,6 +233,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--limit-s", type=float, default=510, help="for all (default: %(default)s)")
     add("--rounds", type=int, default=1, help="of `start` (default: %(default)s)")
     add("--out", type=Path, default=Path(os.environ.get("OUT", "startup_check_out")))
+    add("--modes", default="default,eager", help="of `awkward` (default: %(default)s)")
     add("--reference", default="FLASH_ATTN", help="back end to compare starts with")
     add(
         "--newest", action="store_true", help="fewer requests, by default no other part"
@@ -248,6 +247,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     args.parts = args.parts.split(",")
     if unknown := [part for part in args.parts if part not in PARTS]:
         parser.error(f"--parts must be some of {', '.join(PARTS)}, got {unknown[0]}")
+    args.modes = args.modes.split(",")
+    known = startup_parts.MODES
+    if unknown := [mode for mode in args.modes if mode not in known]:
+        parser.error(f"--modes must be some of {', '.join(known)}, got {unknown[0]}")
     if args.rounds < 1:
         parser.error(f"--rounds must be 1 or more, got {args.rounds}")
     return args

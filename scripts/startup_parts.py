@@ -15,9 +15,10 @@ import threading
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,11 @@ from startup_events import EXTENSION, VARIABLE
 from startup_requests import Wave, draw_plan, send_plan
 
 AHEAD = {"PORTABLE_BACKEND_COMPILE_AHEAD": "on"}
+NOT_AHEAD = {"PORTABLE_BACKEND_COMPILE_AHEAD": "off"}
+MODES: dict[str, list[str]] = {"default": [], "eager": ["--enforce-eager"]}
 OURS = "portable_backend"
+# What a server causes that does not start, or dies while it is asked.
+FAILURES = (RuntimeError, OSError, ValueError, HTTPException)
 # Seconds, as vLLM logs them.
 LOGGED = {
     "engine_s": r"init engine \(.*?\) took ([\d.]+) s",
@@ -84,7 +89,7 @@ class Scale:
     options: tuple[str, ...] = ()
     # vLLM starts only where that share of the memory is free, whatever it needs.
     beside: tuple[str, ...] = (
-        "--gpu-memory-utilization", "0.2", "--kv-cache-memory-bytes", str(16 << 30)
+        "--gpu-memory-utilization", "0.2", "--kv-cache-memory-bytes", str(8 << 30)
     )  # fmt: skip
     alone: tuple[str, ...] = ("--gpu-memory-utilization", "0.5")
     budget_s: int = 60
@@ -154,7 +159,7 @@ class Run:
 
     def caches(self, name: str) -> dict[str, str]:
         """Variables that give a server caches of its own, empty at first."""
-        folder = self.folder / "caches" / name.replace(" ", "_")
+        folder = self.folder / "caches" / _as_file(name)
         return {
             "VLLM_CACHE_ROOT": str(folder / "vllm"),
             "TRITON_HOME": str(folder),
@@ -193,10 +198,15 @@ class Run:
             yield server
 
     def log(self, name: str) -> Path:
-        return self.logs / f"{self.name}.{name.replace(' ', '_')}.log"
+        return self.logs / f"{self.name}.{_as_file(name)}.log"
 
     def events(self, name: str) -> Path:
         return self.log(name).with_suffix(".events")
+
+
+def _as_file(name: str) -> str:
+    """Without what compilers and shells take for two names."""
+    return name.replace(",", "").replace(" ", "_")
 
 
 # What servers tell
@@ -284,22 +294,24 @@ def used_mib() -> int | None:
 # Parts
 
 
-def awkward(run: Run, mode: str) -> None:
-    """Three servers side by side: drafts or none, and one without compiling ahead.
+def awkward(run: Run, modes: Sequence[str]) -> None:
+    """Servers side by side, three of a mode: drafts or none, and not compiling ahead.
 
     Args:
         run: the job.
-        mode: "default" or "eager".
+        modes: some of MODES.
     """
-    eager = ["--enforce-eager"] if mode == "eager" else []
     drafts = ["--speculative-config", json.dumps(NGRAM | {"prompt_lookup_min": 1})]
     plan = _plan(run)
     few = _plan(run, share=run.scale.share / 4, most=64)
-    servers = {
-        "no drafts": (plan, eager, AHEAD, "error"),
-        "drafts": (plan, [*eager, *drafts], AHEAD, "error"),
-        "not ahead": (few, eager, {"PORTABLE_BACKEND_COMPILE_AHEAD": "off"}, "warn"),
-    }
+    servers: dict[str, tuple[list[Wave], list[str], Mapping[str, str], str]] = {}
+    for mode in modes:
+        options = MODES[mode]
+        servers |= {
+            f"{mode}, no drafts": (plan, options, AHEAD, "error"),
+            f"{mode}, drafts": (plan, [*options, *drafts], AHEAD, "error"),
+            f"{mode}, not ahead": (few, options, NOT_AHEAD, "warn"),
+        }
 
     def serve(name: str) -> None:
         waves, options, environment, monitor = servers[name]
@@ -357,7 +369,7 @@ def _serve_plan(
                 found |= asked(server)
             else:
                 found["failed"] = f"the server ended: exit code {server.process.poll()}"
-    except (RuntimeError, OSError, ValueError) as error:
+    except FAILURES as error:
         found["failed"] = f"{type(error).__name__}: {error}"[-3000:]
     log = run.log(name).read_text(errors="replace")
     found |= told(log, Path(caches["PORTABLE_BACKEND_CACHE_DIR"]))
@@ -373,7 +385,7 @@ def start(run: Run, number: int) -> None:
     """
     variants: dict[str, tuple[str, Mapping[str, str]]] = {
         "ahead": ("portable", AHEAD),
-        "not ahead": ("portable", {"PORTABLE_BACKEND_COMPILE_AHEAD": "off"}),
+        "not ahead": ("portable", NOT_AHEAD),
         "reference": (run.reference, {}),
     }
     names = list(variants)
@@ -440,7 +452,7 @@ def _serve_some(run: Run, name: str, environment: Mapping[str, str]) -> dict[str
                 )
             )
             found |= asked(server)
-    except (RuntimeError, OSError, ValueError) as error:
+    except FAILURES as error:
         found["failed"] = f"{type(error).__name__}: {error}"[-3000:]
     log = run.log(name).read_text(errors="replace")
     found |= told(log, Path(environment["PORTABLE_BACKEND_CACHE_DIR"]))

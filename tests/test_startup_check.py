@@ -265,10 +265,12 @@ WARNING Triton kernel JIT compilation during inference: _decode_kernel. This
 
 def test_servers_share_no_cache(parts, tmp_path):
     run = parts.Run(tmp_path, "job", parts.QUICK, 10, "FLASH_ATTN")
-    first, second = run.caches("a b"), run.caches("c")
+    first, second = run.caches("a, b"), run.caches("c")
     assert not set(first.values()) & set(second.values())
-    # Inductor's C++ compiler cannot bear them.
-    assert not any(" " in folder for folder in first.values())
+    # Inductor's C++ compiler cannot bear spaces.
+    assert {
+        Path(folder).relative_to(run.folder).parts[1] for folder in first.values()
+    } == {"a_b"}
     run.save("one", {"right": 1})
     run.save("two", {})
     assert json.loads(run.file.read_text()) == {"one": {"right": 1}, "two": {}}
@@ -340,6 +342,7 @@ def test_a_job_without_time_is_told_and_not_begun(check, tmp_path):
     ("arguments", "message"),
     [
         (["--parts", "awkward,tune"], "--parts must be some of awkward, start"),
+        (["--modes", "eager,slow"], "--modes must be some of default, eager, got slow"),
         (["--rounds", "0"], "--rounds must be 1 or more, got 0"),
     ],
 )
@@ -371,10 +374,14 @@ def passed(rows):
 
 
 def test_a_silent_server_with_right_answers_passes(table):
-    rows = table.awkward_rows("default", {"no drafts": GOOD})
-    assert passed(rows) == {"no drafts": True, "requests": None}
+    rows = table.awkward_rows({"eager, drafts": GOOD, "eager, no drafts": GOOD})
+    assert passed(rows) == {
+        "eager, drafts": True,
+        "eager, no drafts": True,
+        "eager, requests": None,
+    }
     assert "ours 0 compiled 2 loaded" in rows[0].result
-    assert rows[1].result == "10 under mode error"
+    assert rows[2].result.startswith("20 right ones under --jit-monitor-mode error")
 
 
 @pytest.mark.parametrize(
@@ -392,14 +399,14 @@ def test_a_silent_server_with_right_answers_passes(table):
     ],
 )
 def test_a_server_that_is_not_fails(change, table):
-    rows = table.awkward_rows("eager", {"drafts": GOOD | change})
-    assert passed(rows)["drafts"] is False
+    rows = table.awkward_rows({"eager, drafts": GOOD | change})
+    assert passed(rows)["eager, drafts"] is False
 
 
 def test_without_compiling_ahead_compilations_are_told_only(table):
     late = {"after, ours": {"kernels": {"_prefill_kernel": 1}, "compiled": 1}}
     found = GOOD | {"monitor": "warn", "compilations": late}
-    row = table.awkward_rows("eager", {"not ahead": found})[0]
+    row = table.awkward_rows({"eager, not ahead": found})[0]
     assert row.passed
     assert "after readiness: ours 1 compiled 0 loaded (_prefill_kernel)" in row.result
 
@@ -429,7 +436,7 @@ def test_starts_are_compared_within_a_round(table):
 def test_tuning_keeps_budget_and_memory_and_leaves_records(table):
     load = GOOD | {"blocks": 5000}
     tuned = load | {"report": {"tune_s": 63.0}}
-    again = load | {"report": {"grades": {"decode": {"exact": 3}}}}
+    again = load | {"blocks": 5001} | {"report": {"grades": {"decode": {"exact": 3}}}}
     starts = {"load": load, "startup": tuned, "load again": again}
     assert all(passed(table.tuning_rows(starts, 60)).values())
     late = starts | {"startup": tuned | {"report": {"tune_s": 66.5}, "blocks": 4999}}
