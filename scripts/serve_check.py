@@ -49,6 +49,8 @@ GEOMETRIES = {
         "max_position_embeddings": 2048,
     },
 }
+# The API server may live on for a while.
+ENGINE_FAILED = "Engine core initialization failed"
 JIT_WARNING = re.compile(r"(compilation|autotun\w*) during inference: ", re.I)
 
 
@@ -151,8 +153,13 @@ def served(
     url = f"http://127.0.0.1:{port}"
     try:
         while True:
-            if process.poll() is not None or time.monotonic() - started > limit_s:
-                tail = "\n".join(log.read_text(errors="replace").splitlines()[-25:])
+            text = log.read_text(errors="replace")
+            if (
+                process.poll() is not None
+                or ENGINE_FAILED in text
+                or time.monotonic() - started > limit_s
+            ):
+                tail = "\n".join(text.splitlines()[-25:])
                 raise RuntimeError(f"the server did not start:\n{tail}")
             try:
                 with urllib.request.urlopen(f"{url}/health", timeout=5):
