@@ -63,6 +63,7 @@ def draw_plan(
     vocab_size: int,
     batch_sizes: Sequence[int],
     share: float = 1.0,
+    greedy: bool = True,
     seed: int = 0,
 ) -> list[Wave]:
     """Waves of awkward requests; about 1000 for a share of 1.
@@ -72,6 +73,7 @@ def draw_plan(
         vocab_size: of the model; ids below 2 are left out.
         batch_sizes: numbers of requests to decode together.
         share: of the requests to draw; waves of a batch size keep at least that many.
+        greedy: whether two of three requests choose the best token.
         seed: of everything drawn.
     """
     rng = random.Random(seed)
@@ -87,7 +89,7 @@ def draw_plan(
 
     def request(prompt: list[int], **more: Any) -> Request:
         more.setdefault("max_tokens", rng.choice(OUTPUTS))
-        temperature = rng.choice((0.0, 0.0, 0.8))
+        temperature = rng.choice((0.0, 0.0, 0.8)) if greedy else 0.8
         return Request(
             prompt, logprobs=rng.random() < 0.3, temperature=temperature, **more
         )

@@ -79,6 +79,8 @@ def test_the_plan_is_awkward(requests):
     assert len(left) > 20
     assert min(left) == 0
     assert {0.0, 0.8} == {request.temperature for request in drawn}
+    sampled = [r for wave in draw(requests, greedy=False) for r in wave.requests]
+    assert {request.temperature for request in sampled} == {0.8}
     assert all(
         set(request.allowed) <= set(request.prompt)
         for request in plan["repeats"].requests
