@@ -121,7 +121,7 @@ def served(
         environment: variables added to this process's.
 
     Raises:
-        RuntimeError: it did not start; the message ends with its last lines.
+        RuntimeError: it did not start; the message tells its last lines, too.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -154,13 +154,11 @@ def served(
     try:
         while True:
             text = log.read_text(errors="replace")
-            if (
-                process.poll() is not None
-                or ENGINE_FAILED in text
-                or time.monotonic() - started > limit_s
-            ):
+            is_late = time.monotonic() - started > limit_s
+            if is_late or process.poll() is not None or ENGINE_FAILED in text:
                 tail = "\n".join(text.splitlines()[-25:])
-                raise RuntimeError(f"the server did not start:\n{tail}")
+                why = f" within {limit_s:.0f} s" if is_late else ""
+                raise RuntimeError(f"{tail}\nthe server did not start{why}")
             try:
                 with urllib.request.urlopen(f"{url}/health", timeout=5):
                     break

@@ -41,6 +41,8 @@ MODES: dict[str, list[str]] = {"default": [], "eager": ["--enforce-eager"]}
 OURS = "portable_backend"
 # What a server causes that does not start, or dies while it is asked.
 FAILURES = (RuntimeError, OSError, ValueError, HTTPException)
+# Less does not suffice for another start and all requests.
+_AGAIN_S = 60.0
 # Seconds, as vLLM logs them.
 LOGGED = {
     "engine_s": r"init engine \(.*?\) took ([\d.]+) s",
@@ -320,7 +322,7 @@ def awkward(run: Run, modes: Sequence[str]) -> None:
         waves, options, environment, monitor = servers[name]
         found = _serve_plan(run, name, waves, options, environment, monitor)
         run.save(name, found)
-        if monitor == "error" and found["jit_lines"]:
+        if monitor == "error" and found["jit_lines"] and run.left_s > _AGAIN_S:
             # The engine is dead: what would the rest have compiled?
             again = f"{name}, again"
             run.save(
