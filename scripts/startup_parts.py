@@ -39,6 +39,22 @@ AHEAD = {"PORTABLE_BACKEND_COMPILE_AHEAD": "on"}
 NOT_AHEAD = {"PORTABLE_BACKEND_COMPILE_AHEAD": "off"}
 MODES: dict[str, list[str]] = {"default": [], "eager": ["--enforce-eager"]}
 OURS = "portable_backend"
+# Else the first start would read all these from disk, and compile them for Python.
+IMPORTS = """
+import contextlib, importlib
+for name in (
+    "vllm.entrypoints.openai.api_server",
+    "vllm.v1.worker.gpu_worker",
+    "vllm.v1.worker.gpu.model_runner",
+    "vllm.v1.attention.backends.flash_attn",
+    "vllm.model_executor.models.llama",
+    "portable_backend.backend",
+    "portable_backend.startup",
+    "portable_backend.start_tuning",
+):
+    with contextlib.suppress(Exception):
+        importlib.import_module(name)
+"""
 # What a server causes that does not start, or dies while it is asked.
 FAILURES = (RuntimeError, OSError, ValueError, HTTPException)
 # Less does not suffice for another start and all requests.
@@ -398,9 +414,7 @@ def start(run: Run, number: int) -> None:
     }
     names = list(variants)
     names = names[number % 3 :] + names[: number % 3]
-    # Else the first one would read all of Python's files from disk.
-    imports = "import vllm.entrypoints.openai.api_server, portable_backend.startup"
-    command = [sys.executable, "-P", "-c", imports]
+    command = [sys.executable, "-P", "-c", IMPORTS]
     with contextlib.suppress(subprocess.TimeoutExpired):
         subprocess.run(command, capture_output=True, timeout=run.left_s)
     for state in ("cold", "warm"):
