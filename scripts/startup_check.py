@@ -35,6 +35,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import startup_parts
 from serve_check import members
+from startup_run import FULL, QUICK, Run, Scale
 from startup_table import (
     Row,
     awkward_rows,
@@ -82,7 +83,7 @@ def jobs_of(parts: Sequence[str], rounds: int) -> list[Job]:
 def run_job(args: argparse.Namespace) -> None:
     """In a job's process."""
     part, _, argument = args.job.partition(":")
-    run = startup_parts.Run(
+    run = Run(
         args.out, Job(part, argument).name, scale_of(args), args.limit_s, args.reference
     )
     if part == "awkward":
@@ -95,8 +96,8 @@ def run_job(args: argparse.Namespace) -> None:
         startup_parts.carried(run)
 
 
-def scale_of(args: argparse.Namespace) -> startup_parts.Scale:
-    scale = startup_parts.QUICK if args.quick else startup_parts.FULL
+def scale_of(args: argparse.Namespace) -> Scale:
+    scale = QUICK if args.quick else FULL
     if args.newest:
         scale = replace(scale, share=scale.share * 0.2, batch_sizes=(1, 15, 16, 17))
     return scale

@@ -27,8 +27,8 @@ def check():
 
 
 @pytest.fixture(scope="module")
-def parts(check):
-    return check.startup_parts
+def run_module(check):
+    return sys.modules["startup_run"]
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +49,8 @@ def draw(requests, **changes):
     return requests.draw_plan(**given | changes)
 
 
-def test_two_servers_of_a_mode_get_more_than_2000_requests(parts, requests):
-    scale = parts.FULL
+def test_two_servers_of_a_mode_get_more_than_2000_requests(run_module, requests):
+    scale = run_module.FULL
     plan = draw(requests, batch_sizes=scale.batch_sizes, share=scale.share)
     assert 2 * sum(len(wave.requests) for wave in plan) >= 2000
     assert plan == draw(requests, batch_sizes=scale.batch_sizes, share=scale.share)
@@ -212,7 +212,9 @@ def test_a_server_that_is_not_there_fails_requests_and_no_more(requests):
 # --------------------------------------------------------------------------- findings
 
 
-def test_events_tell_whose_kernels_were_compiled_when(parts, tmp_path, monkeypatch):
+def test_events_tell_whose_kernels_were_compiled_when(
+    run_module, tmp_path, monkeypatch
+):
     triton = pytest.importorskip("triton")
     events = sys.modules["startup_events"]
     monkeypatch.setattr(triton.knobs.compilation, "listener", None)
@@ -232,16 +234,16 @@ def test_events_tell_whose_kernels_were_compiled_when(parts, tmp_path, monkeypat
             times=SimpleNamespace(total=1_500_000),
             cache_hit=cached,
         )
-    found = parts.compilations(file, time.time() + 1)
+    found = run_module.compilations(file, time.time() + 1)
     ours = {"kernels": {"_kernel": 2}, "loaded": 1, "compiled": 1, "seconds": 3.0}
     assert found["before, ours"] == ours
     assert found["before, others"]["compiled"] == 1
-    found = parts.compilations(file, time.time() - 60)
+    found = run_module.compilations(file, time.time() - 60)
     assert set(found) == {"after, ours", "after, others"}
-    assert parts.compilations(tmp_path / "none", 0.0) == {}
+    assert run_module.compilations(tmp_path / "none", 0.0) == {}
 
 
-def test_figures_come_from_the_log_and_the_report(parts, tmp_path):
+def test_figures_come_from_the_log_and_the_report(run_module, tmp_path):
     """vLLM's own words in 0.25.1, and ours."""
     (tmp_path / "last-start.nvidia_h200.json").write_text('{"tune_s": 57.4}')
     report = "26 kernels ready: 0 compiled, 26 were there, in 1.1 s; grades of 18 keys"
@@ -255,7 +257,7 @@ INFO tuning records: decode exact 1, nearest 8; choices 3f2a91bc
 INFO {report}
 WARNING Triton kernel JIT compilation during inference: _decode_kernel. This
 """
-    found = parts.told(log, tmp_path)
+    found = run_module.told(log, tmp_path)
     figures = [found[name] for name in ("load_s", "compile_s", "graphs_s", "engine_s")]
     assert figures == [3.25, 14.2, 6, 31.05]
     assert found["report_line"] == report
@@ -265,8 +267,8 @@ WARNING Triton kernel JIT compilation during inference: _decode_kernel. This
     assert len(found["jit_lines"]) == 1
 
 
-def test_servers_share_no_cache(parts, tmp_path):
-    run = parts.Run(tmp_path, "job", parts.QUICK, 10, "FLASH_ATTN")
+def test_servers_share_no_cache(run_module, tmp_path):
+    run = run_module.Run(tmp_path, "job", run_module.QUICK, 10, "FLASH_ATTN")
     first, second = run.caches("a, b"), run.caches("c")
     assert not set(first.values()) & set(second.values())
     # Inductor's C++ compiler cannot bear spaces.
