@@ -280,6 +280,66 @@ def test_servers_share_no_cache(run_module, tmp_path):
     assert json.loads(run.file.read_text()) == {"one": {"right": 1}, "two": {}}
 
 
+# ----------------------------------------------------------------------------- servers
+
+# Stands in for `vllm serve`: an engine of its own process, and /health.
+FAKE_VLLM = """
+import subprocess, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+engine = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print("engine", engine.pid, *sys.argv[1:], flush=True)
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+port = int(sys.argv[sys.argv.index("--port") + 1])
+HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+FAILED_VLLM = """
+import time
+print("why\\nRuntimeError: Engine core initialization failed. See above.", flush=True)
+time.sleep(600)
+"""
+
+
+def fake_vllm(folder, code):
+    """Variables with which `python -m vllm.entrypoints.cli.main` runs `code`."""
+    package = folder / "vllm" / "entrypoints" / "cli"
+    package.mkdir(parents=True)
+    for parent in (package, package.parent, package.parent.parent):
+        (parent / "__init__.py").touch()
+    (package / "main.py").write_text(code)
+    return {"PYTHONPATH": str(folder)}
+
+
+def test_a_servers_engine_is_gone_when_it_is_left(check, tmp_path):
+    serve_check = sys.modules["serve_check"]
+    variables = fake_vllm(tmp_path, FAKE_VLLM)
+    log = tmp_path / "log"
+    with serve_check.served(
+        tmp_path, log, ["--more"], 60, backend="B", environment=variables
+    ) as server:
+        assert server.is_alive()
+        assert 0 < server.start_s < 60
+        assert abs(server.ready_at - time.time()) < 30
+        assert len(serve_check.members("pgrp", server.process.pid)) == 2
+        assert "--attention-backend B" in server.text
+        assert "--more" in server.text
+    assert not serve_check.members("pgrp", server.process.pid)
+
+
+def test_a_failed_engine_is_told_though_its_server_lives_on(check, tmp_path):
+    serve_check = sys.modules["serve_check"]
+    variables = fake_vllm(tmp_path, FAILED_VLLM)
+    began = time.monotonic()
+    with (
+        pytest.raises(RuntimeError, match=r"why\n.*\nthe server did not start$"),
+        serve_check.served(tmp_path, tmp_path / "log", [], 60, environment=variables),
+    ):
+        pass
+    assert time.monotonic() - began < 30
+
+
 # ------------------------------------------------------------------------------- jobs
 
 
