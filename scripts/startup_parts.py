@@ -121,8 +121,13 @@ def _serve_plan(
             ready_at = server.ready_at
             found["start_s"] = round(server.start_s, 1)
             began = time.monotonic()
+            cut = {**found, "failed": "cut short"}
             answers = send_plan(
-                server.url, waves, is_alive=server.is_alive, limit_s=run.left_s - 20
+                server.url,
+                waves,
+                is_alive=server.is_alive,
+                limit_s=run.left_s - 20,
+                on_wave=lambda answers: run.save(name, cut | asdict(answers)),
             )
             found |= asdict(answers)
             found["load_s"] = round(time.monotonic() - began, 1)

@@ -174,6 +174,7 @@ def send_plan(
     is_alive: Callable[[], bool],
     limit_s: float,
     request_limit_s: float = 120.0,
+    on_wave: Callable[[Answers], None] = lambda answers: None,
 ) -> Answers:
     """Send a plan, and check every answer; never raises for what the server does.
 
@@ -183,12 +184,20 @@ def send_plan(
         is_alive: whether the server runs; where it doesn't, nothing more is sent.
         limit_s: for all of it; then what is unsent stays so.
         request_limit_s: for one request.
+        on_wave: called after each wave with what there is so far.
     """
     answers = Answers()
     asyncio.run(
-        _send_plan(url, waves, answers, is_alive, time.monotonic() + limit_s,
-                   request_limit_s)
-    )  # fmt: skip
+        _send_plan(
+            url,
+            waves,
+            answers,
+            is_alive,
+            time.monotonic() + limit_s,
+            request_limit_s,
+            on_wave,
+        )
+    )
     return answers
 
 
@@ -199,6 +208,7 @@ async def _send_plan(
     is_alive: Callable[[], bool],
     end: float,
     request_limit_s: float,
+    on_wave: Callable[[Answers], None],
 ) -> None:
     import aiohttp  # vLLM needs it itself
 
@@ -231,6 +241,7 @@ async def _send_plan(
                 await asyncio.sleep(_PAUSE_S if wave.bursts else 0)
             await asyncio.gather(*tasks)
             answers.waves[wave.name] = round(time.monotonic() - began, 2)
+            on_wave(answers)
 
 
 async def _send(session: Any, url: str, request: Request, answers: Answers) -> None:
@@ -242,7 +253,9 @@ async def _send(session: Any, url: str, request: Request, answers: Answers) -> N
     if request.allowed:
         body["allowed_token_ids"] = list(request.allowed)
     if request.leave_after is not None:
-        await _leave(session, url, body | {"stream": True}, request, answers)
+        # A prompt's ids would make a line longer than the client takes.
+        body |= {"stream": True, "return_token_ids": False}
+        await _leave(session, url, body, request, answers)
         return
     async with session.post(url, json=body) as response:
         if response.status != 200:
