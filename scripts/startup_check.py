@@ -141,7 +141,8 @@ class Lanes:
                 if not self.waiting or self._stopped.is_set():
                     return
                 job = self.waiting.pop(0)
-            limit_s = min(LIMITS[job.part], self.end - time.monotonic() - _GRACE_S)
+            most_s = LIMITS[job.part] * self.args.stretch
+            limit_s = min(most_s, self.end - time.monotonic() - _GRACE_S)
             if limit_s < _LEAST_S:
                 self.problems[job.name] = "no time was left for it"
                 continue
@@ -232,6 +233,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--parts", default=None, help=",".join(PARTS) + " (default: all)")
     add("--gpus", default="0", help="indices, as in 0,1 (default: %(default)s)")
     add("--limit-s", type=float, default=510, help="for all (default: %(default)s)")
+    add("--stretch", type=float, default=1, help="factor on each job's own time limit")
     add("--rounds", type=int, default=1, help="of `start` (default: %(default)s)")
     add("--out", type=Path, default=Path(os.environ.get("OUT", "startup_check_out")))
     add("--modes", default="default,eager", help="of `awkward` (default: %(default)s)")

@@ -352,7 +352,7 @@ class Lanes:
                 return [sys.executable, "-c", codes[job.argument]]
 
         (folder / "logs").mkdir()
-        args = SimpleNamespace(gpus=gpus, limit_s=limit_s, out=folder)
+        args = SimpleNamespace(gpus=gpus, limit_s=limit_s, out=folder, stretch=1)
         return WithCode(args, [check.Job("awkward", name) for name in codes])
 
 
