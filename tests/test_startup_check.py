@@ -280,6 +280,33 @@ def test_servers_share_no_cache(run_module, tmp_path):
     assert json.loads(run.file.read_text()) == {"one": {"right": 1}, "two": {}}
 
 
+def test_where_the_monitor_ends_an_engine_another_is_only_warned(
+    check, run_module, tmp_path, monkeypatch
+):
+    """Else nobody would know what the rest of the requests compile."""
+    parts, begun = check.startup_parts, []
+
+    def serve(run, name, waves, options, environment, monitor):
+        begun.append((name, monitor, "--enforce-eager" in options))
+        return {"jit_lines": ["x"] if "no drafts" in name else []}
+
+    monkeypatch.setattr(parts, "_serve_plan", serve)
+    run = run_module.Run(tmp_path, "job", run_module.QUICK, 600, "FLASH_ATTN")
+    parts.awkward(run, ["default", "eager"])
+    expected = {
+        (f"{mode}, {what}", monitor, mode == "eager")
+        for mode in ("default", "eager")
+        for what, monitor in (
+            ("no drafts", "error"),
+            ("no drafts, again", "warn"),
+            ("drafts", "error"),
+            ("not ahead", "warn"),
+        )
+    }
+    assert set(begun) == expected
+    assert set(json.loads(run.file.read_text())) == {name for name, _, _ in expected}
+
+
 # ----------------------------------------------------------------------------- servers
 
 # Stands in for `vllm serve`: an engine of its own process, and /health.
