@@ -22,6 +22,7 @@ from portable_backend.device import DeviceInfo
 from portable_backend.kernels import AttentionPlanner
 from portable_backend.kernels.config import AttentionConfig
 from portable_backend.kernels.plan import StepKind
+from portable_backend.metrics import publish_grades
 from portable_backend.settings import get_settings
 from portable_backend.warmup.buckets import EngineLimits
 from portable_backend.warmup.digest import current_digests
@@ -152,7 +153,10 @@ def choices() -> str:
 
 
 def tell_choices(planners: Iterable[AttentionPlanner]) -> None:
-    """Log, on one line, what planners run with: grades, and a hash of the configs."""
+    """Log, on one line, what planners run with: grades, and a hash of the configs.
+
+    The grades go to vLLM's metrics as well, where those can be reached.
+    """
     for planner in planners:
         layer = (
             planner.num_query_heads,
@@ -169,6 +173,7 @@ def tell_choices(planners: Iterable[AttentionPlanner]) -> None:
     listed = [f"{kernel} {_listed(counts)}" for kernel, counts in grades().items()]
     text = "; ".join(listed) or f"default configs serve: {_told.note}"
     logger.info("tuning records: %s; choices %s", text, choices())
+    publish_grades(grades())
 
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}

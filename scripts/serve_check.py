@@ -21,8 +21,9 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,8 @@ GEOMETRIES = {
         "max_position_embeddings": 2048,
     },
 }
+# The API server may live on for a while.
+ENGINE_FAILED = "Engine core initialization failed"
 JIT_WARNING = re.compile(r"(compilation|autotun\w*) during inference: ", re.I)
 
 
@@ -87,55 +90,130 @@ def write_config(folder: Path, geometry: str) -> None:
     (folder / "config.json").write_text(text)
 
 
+@dataclass(frozen=True)
+class Server:
+    """A running server.
+
+    Attributes:
+        url: its address.
+        process: of the API server; it leads a process group of its own.
+        log: its output.
+        start_s: from the process's start to the first answer of /health.
+        ready_at: Unix time of that answer.
+    """
+
+    url: str
+    process: "subprocess.Popen[bytes]"
+    log: Path
+    start_s: float
+    ready_at: float
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def is_alive(self) -> bool:
+        return self.process.poll() is None
+
+
 @contextlib.contextmanager
 def served(
-    model: Path, port: int, log: Path, options: list[str], limit_s: float
-) -> Iterator[str]:
-    """A running server's address; stopped on leaving."""
+    model: Path,
+    log: Path,
+    options: Sequence[str],
+    limit_s: float,
+    *,
+    backend: str = "portable",
+    monitor: str = "warn",
+    extension: str = "portable_backend.worker_extension.PortableWorkerExtension",
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[Server]:
+    """A running server with random weights; stopped on leaving.
+
+    Args:
+        model: folder of a config.json.
+        log: file for its output.
+        options: further ones of `vllm serve`.
+        limit_s: for its start.
+        backend: that serves attention.
+        monitor: what vLLM does on a compilation while serving, warn or error.
+        extension: class whose methods /collective_rpc can call.
+        environment: variables added to this process's.
+
+    Raises:
+        RuntimeError: it did not start; the message tells its last lines, too.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
     command += ["--host", "127.0.0.1", "--port", str(port)]
-    command += ["--attention-backend", "portable"]
+    command += ["--attention-backend", backend]
     command += ["--load-format", "dummy", "--skip-tokenizer-init"]
-    command += ["--jit-monitor-mode", "warn", "--worker-extension-cls"]
-    command += ["portable_backend.worker_extension.PortableWorkerExtension", *options]
-    environment = os.environ | {
+    command += ["--jit-monitor-mode", monitor]
+    command += ["--worker-extension-cls", extension, *options]
+    variables = os.environ | {
         "VLLM_SERVER_DEV_MODE": "1",  # opens /collective_rpc, for the launch counts
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_COMPUTE_NANS_IN_LOGITS": "1",
         "HF_HUB_OFFLINE": "1",
         # In the checkout's root its folders would hide the installed package.
         "PYTHONSAFEPATH": "1",
+        **(environment or {}),
     }
+    started = time.monotonic()
     with log.open("wb") as file:
-        server = subprocess.Popen(
+        process = subprocess.Popen(
             command,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
+            env=variables,
+            process_group=0,
         )
     url = f"http://127.0.0.1:{port}"
     try:
-        end = time.monotonic() + limit_s
         while True:
-            if server.poll() is not None or time.monotonic() > end:
-                tail = "\n".join(log.read_text(errors="replace").splitlines()[-25:])
-                raise RuntimeError(f"the server did not start:\n{tail}")
+            text = log.read_text(errors="replace")
+            is_late = time.monotonic() - started > limit_s
+            if is_late or process.poll() is not None or ENGINE_FAILED in text:
+                tail = "\n".join(text.splitlines()[-25:])
+                why = f" within {limit_s:.0f} s" if is_late else ""
+                raise RuntimeError(f"{tail}\nthe server did not start{why}")
             try:
                 with urllib.request.urlopen(f"{url}/health", timeout=5):
                     break
             except OSError:
-                time.sleep(1)
-        yield url
+                time.sleep(0.1)
+        yield Server(url, process, log, time.monotonic() - started, time.time())
     finally:
-        for sent in (signal.SIGTERM, signal.SIGKILL):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(server.pid, sent)
-            try:
-                server.wait(timeout=20)
-                break
-            except subprocess.TimeoutExpired:
-                continue
+        _stop(process)
+
+
+def _stop(process: "subprocess.Popen[bytes]") -> None:
+    """End a server; when this returns, its engine has left the GPU, too."""
+    for sent in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, sent)
+        end = time.monotonic() + 20
+        while time.monotonic() < end:
+            if process.poll() is not None and not members("pgrp", process.pid):
+                return
+            time.sleep(0.1)
+
+
+def members(kind: str, number: int) -> list[int]:
+    """Living processes of a process group ("pgrp") or of a session ("session")."""
+    place = {"pgrp": 2, "session": 3}[kind]
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            # What comes first, the command's name, may hold anything.
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        except OSError:  # gone meanwhile
+            continue
+        if int(fields[place]) == number and fields[0] not in ("Z", "X"):
+            found.append(int(folder.name))
+    return found
 
 
 def post(url: str, body: dict[str, Any], timeout_s: float) -> Any:
@@ -169,46 +247,56 @@ def draw_requests(
 def send(url: str, request: tuple[list[int], int], timeout_s: float) -> dict[str, Any]:
     """One request: output length, whether all log-probs are finite, or the error."""
     prompt, max_tokens = request
-    body = {
-        "prompt": prompt,
-        "max_tokens": max_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "logprobs": 1,
-        "return_token_ids": True,
-        "return_tokens_as_token_ids": True,
-    }
+    body = completion(prompt, max_tokens) | {"logprobs": 1}
     try:
         choice = post(f"{url}/v1/completions", body, timeout_s)["choices"][0]
     except OSError as error:
         detail = error.read().decode() if hasattr(error, "read") else ""
         return {"error": f"{error} {detail}"[:300]}
-    logprobs = choice["logprobs"]["token_logprobs"]
-    # vLLM's floor for a log-prob that is not finite is -9999.
-    finite = all(p is not None and -9000 < p <= 0 for p in logprobs)
-    return {"tokens": len(choice["token_ids"]), "finite": finite, "asked": max_tokens}
+    return {
+        "tokens": len(choice["token_ids"]),
+        "finite": is_finite(choice["logprobs"]["token_logprobs"]),
+        "asked": max_tokens,
+    }
+
+
+def completion(prompt: list[int], max_tokens: int) -> dict[str, Any]:
+    """The body of a request for that many tokens, as ids."""
+    return {
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+    }
+
+
+def is_finite(logprobs: Sequence[float | None]) -> bool:
+    """Whether all are log-probs; vLLM's floor for what is not finite is -9999."""
+    return all(p is not None and -9000 < p <= 0 for p in logprobs)
 
 
 def corrupted(url: str) -> float | None:
     """Requests with NaN in their logits, as vLLM counted them."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=60) as response:
-        text = response.read().decode()
-    found = re.findall(r"^vllm:corrupted_requests_total\S*\s+([\d.e+]+)$", text, re.M)
+        return metric(response.read().decode(), "vllm:corrupted_requests_total")
+
+
+def metric(text: str, name: str) -> float | None:
+    """Sum of a metric over its labels; None where it is not there."""
+    found = re.findall(rf"^{name}(?:\{{.*\}})?\s+([\d.e+]+)$", text, re.M)
     return sum(map(float, found)) if found else None
 
 
 def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     log = args.log or folder / "serve.log"
     write_config(folder, args.geometry)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     vocab_size: int = GEOMETRIES[args.geometry]["vocab_size"]
     requests = draw_requests(args.requests, args.longest, vocab_size, args.seed)
-    started = time.perf_counter()
-    with served(folder, port, log, args.options, args.start_limit_s) as url:
-        start_s = time.perf_counter() - started
-        warm = len(log.read_text(errors="replace").splitlines())
+    with served(folder, log, args.options, args.start_limit_s) as server:
+        url = server.url
+        warm = len(server.text.splitlines())
         started = time.perf_counter()
         with ThreadPoolExecutor(args.concurrency) as pool:
             answers = list(
@@ -234,7 +322,7 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "launch_counts": counts,
         "jit_warnings": len(compiled),
         "jit_lines": compiled[:10],
-        "start_s": round(start_s, 1),
+        "start_s": round(server.start_s, 1),
         "load_s": round(load_s, 1),
         "tokens_per_s": round((prompt_tokens + output_tokens) / load_s),
         "output_tokens_per_s": round(output_tokens / load_s),
