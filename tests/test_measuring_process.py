@@ -72,6 +72,19 @@ def pid_of(measuring) -> int:
     return measuring._child._process.pid
 
 
+def test_a_process_that_was_begun_is_the_one_that_measures():
+    with process() as measuring:
+        measuring.begin()
+        begun = pid_of(measuring)
+        measuring.begin()
+        assert not measuring._child.ready
+        (good,) = trials(measuring, "good")
+        assert good.invalid is None, good.reason
+        assert pid_of(measuring) == begun
+    with pytest.raises(ProcessLookupError):
+        os.kill(begun, 0)
+
+
 @pytest.mark.parametrize(("behaviour", "invalid", "reason"), REJECTED)
 def test_bad_configs_are_rejected_and_the_process_lives(
     behaviour, invalid, reason, measuring

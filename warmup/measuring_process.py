@@ -138,6 +138,11 @@ class MeasuringProcess:
         self._unready: dict[TuningKey, list[_Failure]] = {}
         self._count = 0
 
+    def begin(self) -> None:
+        """Start the child without waiting for it: its imports take seconds."""
+        if self._child is None:
+            self._child = self._new_child()
+
     def measure(
         self,
         key: TuningKey,
@@ -341,23 +346,28 @@ class MeasuringProcess:
 
     def _running(self) -> "_Child":
         if self._child is None:
-            options = {
-                "device": self.device,
-                "make": self.make,
-                "limit_s": self.limit_s,
-                "turn_us": self.turn_us,
-                "gives_up": self.gives_up,
-                "device_memory_share": self.device_memory_share,
-                "parent": os.getpid(),
-            }
-            child = _Child(options, self._env)
+            self._child = self._new_child()
+        child = self._child
+        if not child.ready:
             try:
                 child.start(self.start_limit_s, self.host_memory_mib)
             except BaseException:
                 child.end()
+                self._child = None
                 raise
-            self._child = child
-        return self._child
+        return child
+
+    def _new_child(self) -> "_Child":
+        options = {
+            "device": self.device,
+            "make": self.make,
+            "limit_s": self.limit_s,
+            "turn_us": self.turn_us,
+            "gives_up": self.gives_up,
+            "device_memory_share": self.device_memory_share,
+            "parent": os.getpid(),
+        }
+        return _Child(options, self._env)
 
 
 class _Child:

@@ -152,6 +152,12 @@ class Tools:
             self._compiler = self._make_compiler()
         return self._compiler
 
+    def begin(self) -> None:
+        """Have the measurer start meanwhile, if it can."""
+        begin = getattr(self.measurer, "begin", None)
+        if begin is not None:
+            begin()
+
     def close(self) -> None:
         """End what was started; used again, it starts afresh."""
         parts = self._measurer, self._compiler

@@ -208,6 +208,7 @@ class _Job:
         self.considered, self.pruned = len(prepared.members), len(prepared.pruned)
         if self.upcoming is not None:
             self.tuner._preparer.begin(self.upcoming, tools)
+        tools.begin()
         try:
             log = self._log(prepared)
         except LogMismatchError as error:
