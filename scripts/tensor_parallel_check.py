@@ -71,7 +71,7 @@ PARTS = ("tokens", "ranks", "shared", "tune", "throughput")
 # Left to the end for stopping engines and printing.
 _RESERVE_S = 10.0
 # What the parts that come last are left by those before them.
-_LEAST_S = {"tune": 120.0, "throughput": 120.0}
+_LEAST_S = {"tune": 240.0, "throughput": 120.0}
 
 
 class Check:
@@ -346,10 +346,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--parts", default=",".join(PARTS), help="(default: all)")
     add("--out", type=Path, default=Path(os.environ.get("OUT", "tensor_parallel_out")))
     add("--work", type=Path, help="for models, caches and records (default: removed)")
-    add("--budget-s", type=float, default=490, help="for all parts together")
+    add("--budget-s", type=float, default=610, help="for all parts together")
     add("--tensor-parallel-size", type=int, default=2)
     add("--wave-limit-s", type=float, default=170, help="of engines side by side")
-    add("--tune-limit-s", type=float, default=140, help="of each of two runs")
+    add("--tune-limit-s", type=float, default=220, help="of each of two runs")
     add("--throughput-limit-s", type=float, default=300)
     engines = parser.add_argument_group("tokens, ranks, shared").add_argument
     engines("--reference", default="FLASH_ATTN")
@@ -361,8 +361,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     engines("--startup-budget-s", type=float, default=30)
     engines("--llm-options", type=json.loads, help="arguments of vllm.LLM, as JSON")
     tune = parser.add_argument_group("tune").add_argument
-    tune("--tune-units", type=int, choices=range(1, 13), default=8, help="keys")
-    tune("--tune-trials", type=int, default=28, help="configs tried for each key")
+    tune("--tune-units", type=int, choices=range(1, 13), default=12, help="keys")
+    tune("--tune-trials", type=int, default=40, help="configs tried for each key")
     contest = parser.add_argument_group("throughput").add_argument
     contest("--engines", default="portable,FLASH_ATTN,TRITON_ATTN")
     contest("--workloads", default=",".join(end_to_end.WORKLOADS))

