@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tune a matmul that is none of ours: python -P docs/examples/tune_matmul.py 4096"""
 
-import random
 import sys
 import time
 
@@ -10,7 +9,8 @@ import triton
 import triton.language as tl
 
 from portable_backend.device import DeviceInfo, interpreting
-from portable_backend.kernels.config import ConfigSpace, Constraint, Parameter
+from portable_backend.kernels import config as of
+from portable_backend.warmup import bound_space, search, strategies
 
 
 @triton.jit
@@ -24,36 +24,35 @@ def _matmul_kernel(a, b, c, n, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr
     tl.store(c + rows * n + columns, acc.to(tl.float16))
 
 
-SPACE = ConfigSpace("matmul", (
-    *(Parameter(name, (16, 32, 64, 128), "elements of a tile") for name in "MNK"),
-    Parameter("num_warps", (2, 4, 8), platforms=("cuda", "hip")),
-    Parameter("num_stages", (2, 3, 4), "depth of the pipeline", platforms=("cuda",)),
+SPACE = of.ConfigSpace("matmul", (
+    *(of.Parameter(name, (16, 32, 64, 128, 256), "of a tile") for name in "MNK"),
+    of.Parameter("num_warps", (2, 4, 8), platforms=("cuda", "hip")),
+    of.Parameter("num_stages", (2, 3, 4), "depth of the pipeline", ("cuda",)),
 ), (
-    Constraint("whole_tiles", "the kernel masks nothing: tiles divide n", (*"MNK",),
+    of.Constraint("whole_tiles", "the kernel masks nothing: tiles divide n", (*"MNK",),
         lambda c, n, device: all(n % size == 0 for size in c.values())),
-    Constraint("shared_memory", "all stages must fit", ("M", "N", "K", "num_stages"),
+    of.Constraint("shared_memory", "all stages fit", ("M", "N", "K", "num_stages"),
         lambda c, n, device: 2 * c["K"] * (c["M"] + c["N"]) * (c["num_stages"] or 2)
         <= device.limits.shared_bytes_per_block),
 ))  # fmt: skip
+BY_HAND = of.KernelConfig.of(M=128, N=128, K=64, num_warps=8, num_stages=3)
 
-
-def tune(n: int, trials: int = 12) -> str:
-    """The fastest of some configs; a wrong one does not count."""
-    device = torch.device("cpu" if interpreting() else "cuda")
-    info, best = DeviceInfo.detect(device), (float("inf"), "none")
-    a, b = torch.randn(2, n, n, device=device).half()
-    for config in SPACE.sample(trials, random.Random(0), n, info):
-        tile, options = {x: config[x] for x in "MNK"}, config.options(info.platform)
-        grid, c, times = (n // tile["M"], n // tile["N"]), torch.zeros_like(a), []
-        for _ in range(5):  # the first call compiles
-            start = time.perf_counter()
-            _matmul_kernel[grid](a, b, c, n, **tile, **options)
-            c[0, 0].item()  # waits for the GPU
-            times.append((time.perf_counter() - start) * 1e6)
-        right = torch.allclose(c.float(), a.float() @ b.float(), rtol=0.01, atol=0.1)
-        print(f"{min(times):9.1f} us", "right" if right else "WRONG", dict(config))
-        best = min(best, (min(times), str(dict(config)))) if right else best
-    return best[1]
-
-
-print("best:", tune(int(sys.argv[1])))
+n, device = int(sys.argv[1]), torch.device("cpu" if interpreting() else "cuda")
+a, b = torch.randn(2, n, n, device=device).half()
+info = DeviceInfo.detect(device)
+space = bound_space.BoundSpace(SPACE, n, info)
+first = None if space.why_not(BY_HAND) else BY_HAND
+found = strategies.make_strategy("evolutionary", space, rounds=5, incumbent=first)
+for config in (p.config for _ in range(32) for p in found.ask(1)):
+    tile, options = {x: config[x] for x in "MNK"}, config.options(info.platform)
+    grid, c, times = (n // tile["M"], n // tile["N"]), torch.zeros_like(a), []
+    for _ in range(6):  # the first call compiles
+        start = time.perf_counter()
+        _matmul_kernel[grid](a, b, c, n, **tile, **options)
+        c[0, 0].item()  # waits for the GPU
+        times.append((time.perf_counter() - start) * 1e6)
+    right = torch.allclose(c.float(), a.float() @ b.float(), rtol=0.01, atol=0.1)
+    print(f"{min(times):9.1f} us", "right" if right else "WRONG", dict(config))
+    verdict = (min(times), None) if right else (None, "correctness")
+    found.tell(search.Trial(config, 5, *verdict))
+print("best:", dict(found.best().config))
