@@ -15,7 +15,8 @@ import pytest
 from planted_workloads import behaving, make_key
 
 from portable_backend.warmup import measuring_child
-from portable_backend.warmup.measuring_process import MeasuringError, MeasuringProcess
+from portable_backend.warmup.measuring_pipe import MeasuringError
+from portable_backend.warmup.measuring_process import MeasuringProcess
 from portable_backend.warmup.search import Budget, Proposal, search
 
 TESTS = str(Path(__file__).parent)

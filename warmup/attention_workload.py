@@ -169,7 +169,9 @@ class AttentionWorkload:
         cache_bytes = 2 * tokens * shape.heads[1] * row_bytes
         # Queries, results, and the oracle's in fp32.
         rows = shape.num_tokens * shape.heads[0] * (2 * row_bytes + 4 * shape.head_size)
-        each, free = cache_bytes + rows, torch.cuda.mem_get_info(self.device)[0]
+        each, (free, total) = cache_bytes + rows, torch.cuda.mem_get_info(self.device)
+        share = torch.cuda.get_per_process_memory_fraction(self.device)
+        free = min(free, int(share * total))
         fitting = int(_MEMORY_SHARE * free) // each
         if not fitting:
             raise MemoryError(

@@ -24,6 +24,7 @@ from typing import Any
 from portable_backend.device import DeviceInfo
 from portable_backend.errors import bad_argument
 from portable_backend.kernels.config import KernelConfig
+from portable_backend.warmup.activity import Activity
 from portable_backend.warmup.kernel_specs import DTYPES, spec_of
 from portable_backend.warmup.records import TuningKey
 from portable_backend.warmup.resources import Readout, over_limit
@@ -111,6 +112,7 @@ class CompilePool:
         limit_s: for one candidate.
         memory_mib: of one worker and the tools it starts; None: any.
         command: starts a worker; replaced in tests.
+        activity: of an engine: workers are stopped while that is busy.
 
     Raises:
         ValueError: a number is not positive.
@@ -124,6 +126,7 @@ class CompilePool:
         limit_s: float = 60.0,
         memory_mib: int | None = None,
         command: Sequence[str] = WORKER,
+        activity: Activity | None = None,
     ) -> None:
         for name, value in (("workers", workers), ("limit_s", limit_s)):
             if not value > 0:
@@ -142,7 +145,9 @@ class CompilePool:
         if device.platform == "interpreter":
             return
         for _ in range(workers):
-            worker = CompileWorker(self._command, device, limit_s, memory_mib)
+            worker = CompileWorker(
+                self._command, device, limit_s, memory_mib, activity
+            )
             # The thread lives as long as the pool: workers end with it.
             thread = threading.Thread(target=self._serve, args=(worker,), daemon=True)
             self._workers.append(worker)
@@ -255,6 +260,7 @@ class CompileWorker:
     device: DeviceInfo
     limit_s: float
     memory_mib: int | None
+    activity: Activity | None = None
     _process: subprocess.Popen[str] | None = None
     _lines: "queue.Queue[str | None]" = field(default_factory=queue.Queue)
     _errors: Any = None
@@ -333,6 +339,7 @@ class CompileWorker:
             try:
                 line = self._lines.get(timeout=_LOOK_S)
             except queue.Empty:
+                deadline += self._pause()
                 reason = self._over_memory()
                 if reason is None and time.monotonic() >= deadline:
                     reason = f"no answer within {limit_s:g} s"
@@ -350,6 +357,18 @@ class CompileWorker:
                 self._end()
                 return None, f"an answer that is no JSON object: {line[:80]!r}"
             return answer, None
+
+    def _pause(self) -> float:
+        """Stop the process while the engine is busy; for how many seconds."""
+        process, activity = self._process, self.activity
+        if process is None or activity is None or not activity.idle_in():
+            return 0.0
+        began = time.monotonic()
+        _signal_group(process, signal.SIGSTOP)
+        while activity.idle_in() > 0 and not self._killed:
+            time.sleep(_LOOK_S)
+        _signal_group(process, signal.SIGCONT)
+        return time.monotonic() - began
 
     def _over_memory(self) -> str | None:
         if self.memory_mib is None or self._process is None:
@@ -390,11 +409,15 @@ class CompileWorker:
 
 
 def _kill_group(process: subprocess.Popen[str]) -> None:
+    _signal_group(process, signal.SIGKILL)
+
+
+def _signal_group(process: subprocess.Popen[str], number: signal.Signals) -> None:
     # Also when it has ended itself: tools that it started may go on. Once it is waited
     # for, its number may be somebody else's.
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
+            os.killpg(process.pid, number)
 
 
 def _pump(stream: Any, lines: "queue.Queue[str | None]") -> None:

@@ -24,6 +24,7 @@ from portable_backend.bench.timing import (
 )
 from portable_backend.errors import bad_argument
 from portable_backend.kernels.config import KernelConfig
+from portable_backend.warmup.idle_gate import OPEN, Gate, TooLongError
 from portable_backend.warmup.measuring_process import Confirmation
 from portable_backend.warmup.search import Proposal, Trial
 from portable_backend.warmup.workloads import Workload
@@ -73,21 +74,31 @@ class Runner:
         contestant: whose calls have all been made once, so that nothing compiles.
         device: a GPU captures the calls, a CPU just makes them.
         turn_us: length of a turn.
+        gate: whether anything may run on the device now.
+
+    Raises:
+        TooLongError: a turn would be longer than the gate allows.
     """
 
     def __init__(
-        self, contestant: Contestant, device: torch.device, turn_us: float = TURN_US
+        self,
+        contestant: Contestant,
+        device: torch.device,
+        turn_us: float = TURN_US,
+        gate: Gate = OPEN,
     ) -> None:
-        self.contestant, self.device = contestant, device
+        self.contestant, self.device, self._gate = contestant, device, gate
         self._graph: torch.cuda.CUDAGraph | None = None
         self._calls, self._repeats = len(contestant.calls), 1
         if device.type == "cuda":
-            self._graph, self._calls = _capture(contestant.calls)
+            self._graph, self._calls = _capture(contestant.calls, gate)
+            gate.wait()
             span_us = _elapsed_us(self._graph.replay)
             self._repeats = max(1, round(turn_us / span_us))
 
     def turn(self) -> float:
         """Microseconds of one call, over one turn."""
+        self._gate.check()
         if self._graph is not None:
             turn_us = _elapsed_us(self._graph.replay, self._repeats)
             return turn_us / (self._repeats * self._calls)
@@ -97,15 +108,14 @@ class Runner:
 
     def error(self) -> float:
         """The relative error of what timed calls write."""
-        contestant = self.contestant
-        if contestant.recheck is None:
-            return contestant.verify() or 0.0
-        contestant.refill()
-        if self._graph is not None:
-            self._graph.replay()
-        else:
-            self._run_once()
-        return contestant.recheck()
+        contestant, gate = self.contestant, self._gate
+        with gate.paced():
+            if contestant.recheck is None:
+                return contestant.verify() or 0.0
+            contestant.refill()
+            run = self._run_once if self._graph is None else self._graph.replay
+            gate.launch(run)
+            return contestant.recheck()
 
     def _run_once(self) -> None:
         for call in self.contestant.calls:
@@ -122,6 +132,7 @@ class Bench:
             "candidate" before anything else does: whose fault a hang is.
         turn_us: length of a turn.
         gives_up: on what is clearly slower than the incumbent; False times all rounds.
+        gate: whether anything may run on the device now; pieces of work wait for it.
     """
 
     def __init__(
@@ -131,11 +142,20 @@ class Bench:
         on_stage: Callable[[str], None] = lambda stage: None,
         turn_us: float = TURN_US,
         gives_up: bool = True,
+        gate: Gate = OPEN,
     ) -> None:
         self.workload, self.device, self._on_stage = workload, device, on_stage
-        self._turn_us, self._gives_up = turn_us, gives_up
+        self._turn_us, self._gives_up, self._gate = turn_us, gives_up, gate
         self._incumbent: tuple[KernelConfig, Runner] | None = None
         self._scales_us: dict[KernelConfig, float] = {}
+
+    def require_short(self) -> None:
+        """Have the default ready to be timed.
+
+        Raises:
+            TooLongError: it takes longer than the gate allows.
+        """
+        self._prepare_incumbent(self.workload.default)
 
     def trial(
         self,
@@ -156,18 +176,20 @@ class Bench:
 
         Raises:
             WrongResultError: the config is not right.
+            TooLongError: it takes longer than the gate allows.
         """
         config = proposal.config
         if incumbent is not None:
             self._prepare_incumbent(incumbent)
         self._on_stage("candidate")
-        check = self.workload.check(config, seed)
+        with self._gate.paced():
+            check = self.workload.check(config, seed)
         if check.wrong is not None:
             raise WrongResultError(check.wrong)
         if config == incumbent:
             runner = self._runner_of(incumbent)
             started = time.perf_counter()
-            turns = [runner.turn() for _ in range(proposal.rounds)]
+            turns = [self._round([runner])[0] for _ in range(proposal.rounds)]
             scale = incumbent_us or self._scale_us(config, turns)
             times = [turn / statistics.median(turns) * scale for turn in turns]
         else:
@@ -200,7 +222,8 @@ class Bench:
         self._on_stage("candidate")
         ratio = 0.0
         for i in range(_CONFIRM_CHECKS):
-            check = self.workload.check(config, -1 - _CONFIRM_CHECKS * seed - i)
+            with self._gate.paced():
+                check = self.workload.check(config, -1 - _CONFIRM_CHECKS * seed - i)
             ratio = max(ratio, check.error_ratio)
             if check.wrong is not None:
                 return no_confirmation(check.wrong, ratio)
@@ -214,8 +237,10 @@ class Bench:
         times: dict[str, list[float]] = {name: [] for name in names}
         for i in range(rounds):
             shift = i % len(names)
-            for name in names[shift:] + names[:shift]:
-                times[name].append(runners[name].turn())
+            order = names[shift:] + names[:shift]
+            turns = self._round([runners[name] for name in order])
+            for name, turn in zip(order, turns, strict=True):
+                times[name].append(turn)
         self._require_right(runners["config"])
         time_us = statistics.median(times["config"])
         if not beside:
@@ -239,19 +264,26 @@ class Bench:
     ) -> list[float]:
         """Of each round; fewer rounds where it is given up."""
         if incumbent is None:
-            return [runner.turn() for _ in range(rounds)]
+            return [self._round([runner])[0] for _ in range(rounds)]
         other = self._runner_of(incumbent)
         times: list[float] = []
         others: list[float] = []
         for i in range(rounds):
-            pair = [(runner, times), (other, others)]
-            for timed, into in pair if i % 2 else pair[::-1]:
-                into.append(timed.turn())
+            if i % 2:
+                ours, its = self._round([runner, other])
+            else:
+                its, ours = self._round([other, runner])
+            times.append(ours)
+            others.append(its)
             limit = _GIVE_UP[min(i, len(_GIVE_UP) - 1)]
             if self._gives_up and min(_ratios(times, others)) > limit:
                 break
         scale_us = incumbent_us or self._scale_us(incumbent, others)
         return [scale_us * ratio for ratio in _ratios(times, others)]
+
+    def _round(self, runners: Sequence[Runner]) -> list[float]:
+        """A turn of each, between which nothing else ran."""
+        return self._gate.undisturbed(lambda: [runner.turn() for runner in runners])
 
     def _scale_us(self, incumbent: KernelConfig, times: Sequence[float]) -> float:
         """Its time, the same for all that is compared with it."""
@@ -269,11 +301,17 @@ class Bench:
         return self._incumbent[1]
 
     def _ready(self, config: KernelConfig) -> Runner:
-        contestant = self.workload.contestant(config)
-        contestant.refill()
-        for call in contestant.calls:
-            call()
-        return Runner(contestant, self.device, self._turn_us)
+        gate = self._gate
+        with gate.paced():
+            contestant = self.workload.contestant(config)
+            contestant.refill()
+        first, *others = contestant.calls
+        gate.launch(first)  # which loads the kernel
+        if gate is not OPEN:
+            _require_short(gate, gate.launch(first))
+        for call in others:
+            gate.launch(call)
+        return Runner(contestant, self.device, self._turn_us, gate)
 
     def _require_right(self, runner: Runner) -> None:
         error, limit = runner.error(), self.workload.error_limit
@@ -307,21 +345,32 @@ def load_maker(target: str) -> Callable[[Any, torch.device], Workload]:
     return make
 
 
-def _capture(calls: Sequence[Call]) -> tuple[torch.cuda.CUDAGraph, int]:
+def _require_short(gate: Gate, time_us: float) -> None:
+    if time_us > gate.longest_us:
+        raise TooLongError(
+            f"takes {time_us / 1e3:.1f} ms at a time, beside an engine "
+            f"{gate.longest_us / 1e3:g} ms are allowed"
+        )
+
+
+def _capture(calls: Sequence[Call], gate: Gate) -> tuple[torch.cuda.CUDAGraph, int]:
     """A graph of about SPAN_US of calls in turn, and how many they are.
 
     As `bench.timing.capture`, which waits for the garbage collector each time.
     """
+    gate.wait()
     time_us = _elapsed_us(calls[0])
     if time_us < SPAN_US / 4:
         # Eager calls this short mostly time the host: ask a small graph instead.
         trial = _graph_of(calls, 8)
-        trial.replay()  # the first replay uploads the graph
+        gate.launch(trial.replay)  # the first replay uploads the graph
+        gate.wait()
         time_us = _elapsed_us(trial.replay) / 8
     count = max(1, min(MAX_CALLS, round(SPAN_US / time_us)))
     count = -(-count // len(calls)) * len(calls)
+    _require_short(gate, count * time_us)
     graph = _graph_of(calls, count)
-    graph.replay()
+    gate.launch(graph.replay)
     return graph, count
 
 

@@ -5,36 +5,26 @@ Nothing here touches the GPU. The child is started when it is first needed, and 
 after each time it was lost; what it was doing then becomes an invalid trial.
 """
 
-import contextlib
-import json
 import os
-import select
-import signal
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import Any
 
 from portable_backend.device import ArchLimits, DeviceInfo
-from portable_backend.errors import PortableBackendError, bad_argument
+from portable_backend.errors import bad_argument
 from portable_backend.kernels.config import KernelConfig
+from portable_backend.warmup.activity import Activity
+from portable_backend.warmup.measuring_pipe import Child, Failure, Released
 from portable_backend.warmup.records import TuningKey
 from portable_backend.warmup.search import Proposal, Trial
 
 MAKE_WORKLOAD = "portable_backend.warmup.workloads:make_workload"
-_CHILD = "portable_backend.warmup.measuring_child"
-_POLL_S = 0.1
 # To make a key's workload; then all its configs are given up.
 _TRIES = 2
 _MIB = 1 << 20
-
-
-class MeasuringError(PortableBackendError):
-    """No config can be measured: the child process does not even start."""
 
 
 @dataclass(frozen=True)
@@ -62,14 +52,6 @@ class Confirmation:
         return self.wrong is None and self.time_us < limit
 
 
-class _Failure(Exception):
-    """A request that failed: why, in whose stage, and whether the child is lost."""
-
-    def __init__(self, invalid: str, reason: str, stage: str) -> None:
-        super().__init__(reason)
-        self.invalid, self.reason, self.stage = invalid, reason, stage
-
-
 class MeasuringProcess:
     """Measures configs in a child process, one at a time.
 
@@ -82,6 +64,13 @@ class MeasuringProcess:
         prepare_limit_s: for making the workload of a key.
         host_memory_mib: resident memory the child may have; None: half the machine's.
         device_memory_share: of the GPU's memory, what the child may allocate.
+        beacon: of an engine on that GPU: the child works only while that has nothing to
+            do, time spent waiting for it counts for no limit, and keys whose default
+            config takes longer than a slice are given up.
+        device_memory_mib: beside an engine, what the child may allocate at most; never
+            more than half of what is free when it starts.
+        hold_s: beside an engine, how long the child keeps its memory while that is
+            busy; None: the child's own.
         confirm_rounds: of timing in a confirmation.
         turn_us: length of a turn, of which a round has one each for the config and the
             incumbent. In short ones a chip does not settle on a clock.
@@ -103,6 +92,9 @@ class MeasuringProcess:
         prepare_limit_s: float = 120.0,
         host_memory_mib: int | None = None,
         device_memory_share: float = 0.9,
+        beacon: str | None = None,
+        device_memory_mib: int | None = None,
+        hold_s: float | None = None,
         confirm_rounds: int = 15,
         turn_us: float = 10_000.0,
         gives_up: bool = True,
@@ -129,13 +121,20 @@ class MeasuringProcess:
         self.device_memory_share = device_memory_share
         self.confirm_rounds, self.turn_us = confirm_rounds, turn_us
         self.gives_up = gives_up
+        self._beside: dict[str, Any] = {}
+        self._activity: Activity | None = None
+        if beacon is not None:
+            self._activity = Activity(Path(beacon))
+            self._beside = {"beacon": beacon, "device_memory_mib": device_memory_mib}
+            if hold_s is not None:
+                self._beside["hold_s"] = hold_s
         self._env = dict(env or {})
-        self._child: _Child | None = None
+        self._child: Child | None = None
         self._prepared: TuningKey | None = None
         self._answers: dict[TuningKey, dict[str, Any]] = {}
         self._times: dict[tuple[TuningKey, KernelConfig], float] = {}
         self._unusable: set[tuple[TuningKey, KernelConfig]] = set()
-        self._unready: dict[TuningKey, list[_Failure]] = {}
+        self._unready: dict[TuningKey, list[Failure]] = {}
         self._count = 0
 
     def begin(self) -> None:
@@ -169,7 +168,7 @@ class MeasuringProcess:
             start = time.monotonic()
             try:
                 result = self._trial(key, proposal, incumbent)
-            except _Failure as failure:
+            except Failure as failure:
                 yield Trial(
                     proposal.config,
                     proposal.rounds,
@@ -219,14 +218,26 @@ class MeasuringProcess:
                         key, {**request, "beside": beside}, 4 * self.limit_s
                     )
                     return Confirmation(**result)
-                except _Failure as failure:
+                except Failure as failure:
                     if failure.stage != "incumbent":
                         raise
                     self._unusable.add((key, default))
             raise AssertionError("without the default none of it can fail")
-        except _Failure as failure:
+        except Failure as failure:
             inf, wrong = float("inf"), f"{failure.invalid}: {failure.reason}"
             return Confirmation(inf, inf, inf, inf, wrong)
+
+    def why_not(self, key: TuningKey) -> str | None:
+        """Why nothing can be measured for a key; None: it can.
+
+        Raises:
+            MeasuringError: the child process does not start.
+        """
+        try:
+            self._prepare(key)
+        except Failure as failure:
+            return failure.reason
+        return None
 
     def recall(self, key: TuningKey, config: KernelConfig, time_us: float) -> None:
         """Keep to the scale of an earlier process, in which `config` took so long."""
@@ -240,7 +251,7 @@ class MeasuringProcess:
         """
         try:
             self._prepare(key)
-        except _Failure:
+        except Failure:
             return None
         roof: float | None = self._answers[key]["roof_us"]
         return roof
@@ -290,7 +301,7 @@ class MeasuringProcess:
             }
             try:
                 return self._ask(key, request, self.limit_s)
-            except _Failure as failure:
+            except Failure as failure:
                 at_fault = failure.stage == "incumbent" and rival != proposal.config
                 if not at_fault or rival is None:
                     raise
@@ -310,7 +321,7 @@ class MeasuringProcess:
         try:
             request = {"do": "prepare"}
             self._answers[key] = self._send(key, request, self.prepare_limit_s)
-        except _Failure as failure:
+        except Failure as failure:
             failures.append(failure)
             raise
         failures.clear()
@@ -327,14 +338,19 @@ class MeasuringProcess:
     ) -> dict[str, Any]:
         """The reply's result. Whatever interrupts ends the child, so that no reply to
         this request can be taken for another's."""
+        request = {**request, "kernel": key.kernel, "fields": key.to_dict()}
+        while True:
+            try:
+                return self._send_once(request, limit_s)
+            except Released:
+                assert self._activity is not None
+                self._activity.wait()
+
+    def _send_once(self, request: dict[str, Any], limit_s: float) -> dict[str, Any]:
         child = self._running()
         try:
-            result = child.ask(
-                {**request, "kernel": key.kernel, "fields": key.to_dict()},
-                limit_s,
-                self.host_memory_mib,
-            )
-        except _Failure:
+            result = child.ask(request, limit_s, self.host_memory_mib)
+        except Failure:
             self._prepared = None
             if not child.is_alive:
                 self.close()
@@ -344,7 +360,7 @@ class MeasuringProcess:
             raise
         return result
 
-    def _running(self) -> "_Child":
+    def _running(self) -> Child:
         if self._child is None:
             self._child = self._new_child()
         child = self._child
@@ -357,7 +373,7 @@ class MeasuringProcess:
                 raise
         return child
 
-    def _new_child(self) -> "_Child":
+    def _new_child(self) -> Child:
         options = {
             "device": self.device,
             "make": self.make,
@@ -366,122 +382,6 @@ class MeasuringProcess:
             "gives_up": self.gives_up,
             "device_memory_share": self.device_memory_share,
             "parent": os.getpid(),
+            **self._beside,
         }
-        return _Child(options, self._env)
-
-
-class _Child:
-    """One child process and the pipes to it."""
-
-    def __init__(self, options: dict[str, Any], env: Mapping[str, str]) -> None:
-        theirs_in, self._requests = os.pipe()
-        self._replies, theirs_out = os.pipe()
-        self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  until end()
-        self.is_alive = True
-        self.ready: dict[str, Any] = {}
-        self._pending = b""
-        command = [sys.executable, "-P", "-m", _CHILD, json.dumps(options)]
-        try:
-            # A session of its own: Ctrl-C is the parent's to handle.
-            self._process = subprocess.Popen(
-                [*command, str(theirs_in), str(theirs_out)],
-                stdin=subprocess.DEVNULL,
-                stdout=self._stderr,
-                stderr=self._stderr,
-                env={**os.environ, **env},
-                pass_fds=(theirs_in, theirs_out),
-                start_new_session=True,
-            )
-        finally:
-            os.close(theirs_in)
-            os.close(theirs_out)
-
-    def start(self, limit_s: float, memory_mib: int) -> None:
-        try:
-            self.ready = self._wait("ready", limit_s, memory_mib)
-        except _Failure as failure:
-            raise MeasuringError(
-                f"the measuring process does not start: {failure.reason}"
-            ) from None
-
-    def ask(
-        self, request: dict[str, Any], limit_s: float, memory_mib: int
-    ) -> dict[str, Any]:
-        line = json.dumps(request).encode() + b"\n"
-        try:
-            while line:
-                line = line[os.write(self._requests, line) :]
-        except BrokenPipeError:
-            raise self._lost("candidate") from None
-        return self._wait("result", limit_s, memory_mib)
-
-    def end(self) -> None:
-        """Kill the process and all that it started."""
-        if self._requests < 0:
-            return
-        self.is_alive = False
-        os.close(self._requests)
-        os.close(self._replies)
-        self._requests = -1
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        # It may be held in the driver, and end when that lets go.
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(10)
-        self._stderr.close()
-
-    def _wait(self, wanted: str, limit_s: float, memory_mib: int) -> dict[str, Any]:
-        deadline = time.monotonic() + limit_s
-        stage = "candidate"
-        while True:
-            for message in self._messages():
-                stage = message.get("stage", stage)
-                if wanted in message:
-                    result: dict[str, Any] = message[wanted]
-                    return result
-                if "failed" in message:
-                    self.is_alive = not message["ends"]
-                    raise _Failure(message["failed"], message["reason"], stage)
-            if not self.is_alive:
-                raise self._lost(stage)
-            if time.monotonic() > deadline:
-                self.is_alive = False
-                reason = f"no answer within {limit_s:g} s"
-                raise _Failure("timeout", reason, stage)
-            used = self._resident_mib()
-            if used > memory_mib:
-                self.is_alive = False
-                reason = f"{used} MiB of host memory, {memory_mib} allowed"
-                raise _Failure("over-limit", reason, stage)
-
-    def _messages(self) -> Iterator[dict[str, Any]]:
-        """What has come by now; waits a moment for it."""
-        if not select.select([self._replies], [], [], _POLL_S)[0]:
-            return
-        data = os.read(self._replies, 65536)
-        self.is_alive = bool(data)
-        *lines, self._pending = (self._pending + data).split(b"\n")
-        yield from map(json.loads, lines)
-
-    def _lost(self, stage: str) -> _Failure:
-        """Why the process is gone."""
-        self.is_alive = False
-        code = self._process.wait(10)
-        if code == -signal.SIGKILL:
-            return _Failure(
-                "over-limit", "killed, as the kernel does for memory", stage
-            )
-        if code < 0:
-            return _Failure("runtime", f"killed by {signal.Signals(-code).name}", stage)
-        self._stderr.seek(0)
-        lines = self._stderr.read()[-4096:].decode(errors="replace").split("\n")
-        last = next((line for line in reversed(lines) if line.strip()), "no message")
-        return _Failure("runtime", f"exit code {code}: {last.strip()[:200]}", stage)
-
-    def _resident_mib(self) -> int:
-        try:
-            with open(f"/proc/{self._process.pid}/statm") as file:
-                pages = int(file.read().split()[1])
-        except (OSError, IndexError, ValueError):
-            return 0
-        return pages * os.sysconf("SC_PAGE_SIZE") // _MIB
+        return Child(options, self._env, self._activity)

@@ -91,23 +91,32 @@ def write_report(report: StartupReport, cache_dir: Path) -> Path | None:
         Its path; None where it cannot be written, which is logged and no more.
     """
     path = report_path(cache_dir, report.gpu)
-    text = json.dumps(report.to_dict(), indent=1, allow_nan=False) + "\n"
     try:
-        cache_dir.mkdir(parents=True, exist_ok=True)
-        # Engines of one host write at will: each has a file of its own to begin with.
-        handle, name = tempfile.mkstemp(".tmp", path.name, cache_dir)
-        with contextlib.ExitStack() as on_error:
-            on_error.callback(Path(name).unlink, missing_ok=True)
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(name, path)
-            on_error.pop_all()
+        write_json(path, report.to_dict())
     except OSError as error:
         logger.warning("%s: the start's report is not written: %s", path, error)
         return None
     return path
+
+
+def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    """Write a file; readers see the old one or the new one.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    text = json.dumps(data, indent=1, allow_nan=False) + "\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Engines of one host write at will: each has a file of its own to begin with.
+    handle, name = tempfile.mkstemp(".tmp", path.name, path.parent)
+    with contextlib.ExitStack() as on_error:
+        on_error.callback(Path(name).unlink, missing_ok=True)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+        on_error.pop_all()
 
 
 def read_report(path: Path) -> StartupReport | None:

@@ -8,7 +8,7 @@ records that it has written stay.
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -48,9 +48,11 @@ class TimedTuning:
         return sum(x.state in states or x.record is not None for x in self.outcomes)
 
 
-def missing(tasks: Sequence[Task], lookup: Lookup) -> list[Task]:
-    """Those whose records are not as good as `GOOD_GRADES`, the most valuable first."""
-    found = [t for t in tasks if lookup.choose(t.key).grade not in GOOD_GRADES]
+def missing(
+    tasks: Sequence[Task], lookup: Lookup, good: Collection[str] = GOOD_GRADES
+) -> list[Task]:
+    """Those whose records are of no grade that is `good`, the most valuable first."""
+    found = [t for t in tasks if lookup.choose(t.key).grade not in good]
     return sorted(found, key=lambda task: -task.weight)
 
 
