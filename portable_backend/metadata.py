@@ -20,7 +20,9 @@ from portable_backend.errors import UnsupportedError
 from portable_backend.kernels import AttentionPlanner, PagedBatch
 from portable_backend.kernels._checks import differences
 from portable_backend.tuned import configs_for_engine, model_of, tell_choices
+from portable_backend.warmup.activity import Beacon
 from portable_backend.warmup.buckets import EngineLimits
+from portable_backend.warmup.model_shapes import ModelShape
 
 logger = logging.getLogger("vllm.portable_backend.metadata")
 
@@ -109,6 +111,11 @@ class PortableMetadataBuilder(AttentionMetadataBuilder[PortableMetadata]):
         self.has_drafts = vllm_config.speculative_config is not None
         if settings.get_settings().tune == "startup":
             _tune_missing(vllm_config, keys, kv_cache_spec.block_size, device, limits)
+        self._beacon: Beacon | None = None
+        if settings.get_settings().tune == "background":
+            self._beacon = _beacon_for(
+                vllm_config, keys, kv_cache_spec.block_size, device, limits
+            )
         self.planners = {
             key: _planner(key, vllm_config, kv_cache_spec.block_size, device, limits)
             for key in sorted(keys, key=repr)
@@ -133,6 +140,8 @@ class PortableMetadataBuilder(AttentionMetadataBuilder[PortableMetadata]):
         fast_build: bool = False,
     ) -> PortableMetadata:
         common = common_attn_metadata
+        if self._beacon is not None:
+            self._beacon.step(common.num_actual_tokens)
         if common.causal is not True:
             raise UnsupportedError(
                 "attention that is not causal is not supported; choose another "
@@ -274,6 +283,34 @@ def _tune_missing(
     """Tune for all layers of the engine, since the first builder's budget is theirs."""
     from portable_backend.start_tuning import tune_missing  # brings the tuner along
 
+    models, engine_limits = _every_model(vllm_config, keys, block_size)
+    tune_missing(models, engine_limits, limits["max_num_seqs"], device)
+
+
+def _beacon_for(
+    vllm_config: Any,
+    keys: set[PlanKey],
+    block_size: int,
+    device: torch.device,
+    limits: dict[str, Any],
+) -> Beacon | None:
+    """Have what the engine lacks tuned beside it; what to mark its steps with."""
+    from portable_backend.background_tuning import beacon_for  # brings the tuner
+
+    models, engine_limits = _every_model(vllm_config, keys, block_size)
+    return beacon_for(models, engine_limits, limits["max_num_seqs"], device)
+
+
+def _every_model(
+    vllm_config: Any, keys: set[PlanKey], block_size: int
+) -> tuple[dict[ModelShape, int], EngineLimits]:
+    """All kinds of layers of the engine and how many they are; what bounds its steps.
+
+    Args:
+        vllm_config: the engine's.
+        keys: of a builder's layers, which need not be registered.
+        block_size: of the builder's cache.
+    """
     every = _impls(
         vllm_config, list(vllm_config.compilation_config.static_forward_context)
     )
@@ -283,7 +320,7 @@ def _tune_missing(
         model_of(**_described(key, vllm_config), limits=engine_limits): counts[key]
         for key in sorted(keys | counts.keys(), key=repr)
     }
-    tune_missing(models, engine_limits, limits["max_num_seqs"], device)
+    return models, engine_limits
 
 
 def _key_from_spec(vllm_config: Any, kv_cache_spec: Any) -> PlanKey:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM's own /metrics shows of us: the grades that an engine serves with.
+"""What vLLM's own /metrics shows of us: grades, and trials beside the engine.
 
 Kernels run in other processes than /metrics. Between them there is one way that is not
 ours to build: prometheus_client's multiprocess mode, on where PROMETHEUS_MULTIPROC_DIR
@@ -16,6 +16,7 @@ from typing import Any
 logger = logging.getLogger("vllm.portable_backend.tuned")
 VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 NAME = "portable_backend_tuning_keys"
+TRIALS = "portable_backend_background_trials"
 
 
 def publish_grades(grades: Mapping[str, Mapping[str, int]]) -> None:
@@ -33,6 +34,27 @@ def publish_grades(grades: Mapping[str, Mapping[str, int]]) -> None:
                 gauge.labels(kernel, grade).set(count)
     except Exception as error:  # no client, or a folder that cannot be written
         logger.warning("grades are not on /metrics: %r; see %s", error, VARIABLE)
+
+
+def publish_trials(count: int) -> None:
+    """Count configs that were tried beside the engine, if it can be seen; never raises.
+
+    Args:
+        count: since the last call.
+    """
+    if not os.environ.get(VARIABLE):
+        return
+    try:
+        _counter().inc(count)
+    except Exception as error:  # no client, or a folder that cannot be written
+        logger.debug("trials are not on /metrics: %r; see %s", error, VARIABLE)
+
+
+@functools.cache
+def _counter() -> Any:
+    from prometheus_client import Counter  # vLLM needs it itself
+
+    return Counter(TRIALS, "Configs that were tried beside engines that serve.")
 
 
 @functools.cache

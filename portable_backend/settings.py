@@ -28,10 +28,10 @@ class Settings:
 
     Attributes:
         tune: PORTABLE_BACKEND_TUNE: off (defaults only), load (stored records, the
-            default), startup (tune what is missing first), background (not there yet,
-            as load).
+            default), startup (tune what is missing first), background (as load, and
+            tune what is missing while nothing is served, for the next start).
         tune_budget_s: PORTABLE_BACKEND_TUNE_BUDGET_S, seconds that tuning at start-up
-            may take; below 1 nothing is tuned.
+            may take; below 1 nothing is tuned. None of it is for background.
         cache_dir: PORTABLE_BACKEND_CACHE_DIR, the writable cache of tuning records.
         cache_layers: PORTABLE_BACKEND_CACHE_LAYERS, read-only caches, first hit wins.
         rms_norm: PORTABLE_BACKEND_RMS_NORM: on, off or auto (where it is known to be

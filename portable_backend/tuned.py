@@ -183,12 +183,6 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 def _lookup(device: DeviceInfo) -> Lookup:
     """One for the process: files are read once, for all groups of layers."""
     settings = get_settings()
-    if settings.tune == "background":
-        logger.warning(
-            "PORTABLE_BACKEND_TUNE=background is not there yet: records are loaded, "
-            "nothing is tuned; set it to startup, or run portable-backend tune --model "
-            "MODEL before serving"
-        )
     for folder in settings.cache_layers:
         if problem := why_no_folder(folder):
             logger.warning(

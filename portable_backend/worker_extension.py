@@ -25,14 +25,22 @@ class PortableWorkerExtension:
 
         Returns:
             "choices", a hash of all configs; "grades", by kernel how many of the keys
-            looked up got which grade; "tune_s", seconds that this worker has tuned for.
+            looked up got which grade; "tune_s", seconds that this worker has tuned for;
+            "background", how far tuning beside the engine is, where there is one.
         """
         from portable_backend import tuned
+        from portable_backend.settings import get_settings
 
+        background = {}
+        if get_settings().tune == "background":
+            from portable_backend import background_tuning
+
+            background = background_tuning.status()
         return {
             "choices": tuned.choices(),
             "grades": tuned.grades(),
             "tune_s": tuned.tuning_s(),
+            "background": background,
         }
 
     def portable_reset_launch_counts(self) -> None:

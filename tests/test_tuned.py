@@ -184,12 +184,6 @@ def test_the_hash_of_choices_tells_configs_and_layers_apart(tuned):
     assert start() != default
 
 
-def test_a_mode_that_is_not_there_yet_says_so(tuned, caplog):
-    tuned.use(PORTABLE_BACKEND_TUNE="background")
-    tuned.module.configs_for_engine(**LAYERS)
-    assert "PORTABLE_BACKEND_TUNE=background is not there yet" in caplog.text
-
-
 def test_the_back_end_plans_with_recorded_configs(tuned, caplog):
     from backend_fakes import make_builder, make_impl, modules
 

@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 # An engine counts as idle this long after its last step: a client that streams one
 # answer after another leaves gaps of tenths of a second.
@@ -109,7 +110,8 @@ def beacon_path(gpu: str) -> Path:
     return folder / f"portable_backend.{os.getuid()}.{name}"
 
 
-def _mapped(path: Path, *, for_writing: bool) -> memoryview:
+def _mapped(path: Path, *, for_writing: bool) -> Any:
+    """The file's doubles, as a memoryview."""
     flags = os.O_RDWR | os.O_CREAT if for_writing else os.O_RDONLY
     # The folder is everybody's: neither links nor other users' files are followed.
     file = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -118,7 +120,8 @@ def _mapped(path: Path, *, for_writing: bool) -> memoryview:
         if status.st_uid != os.getuid() or not stat.S_ISREG(status.st_mode):
             raise PermissionError(f"{path} is not this user's own file; remove it")
         if for_writing and status.st_size < _SIZE:
-            os.ftruncate(file, _SIZE)
+            # Not a hole: without room for it, the engine's first write would kill it.
+            os.posix_fallocate(file, 0, _SIZE)
         access = mmap.ACCESS_WRITE if for_writing else mmap.ACCESS_READ
         try:
             return memoryview(mmap.mmap(file, _SIZE, access=access)).cast("d")

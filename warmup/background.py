@@ -12,6 +12,7 @@ GPU; others wait until it has ended.
 
 import contextlib
 import fcntl
+import importlib
 import json
 import os
 import sys
@@ -247,8 +248,7 @@ def be_humble() -> None:
     with contextlib.suppress(OSError, AttributeError):
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     with contextlib.suppress(ImportError, OSError, AttributeError):
-        import psutil  # vLLM needs it itself
-
+        psutil = importlib.import_module("psutil")  # vLLM needs it itself
         psutil.Process().ionice(psutil.IOPRIO_CLASS_IDLE)
 
 
@@ -291,7 +291,8 @@ def main() -> int:
     # What libraries print must not mix with what the engine is told.
     out = os.dup(1)
     os.dup2(2, 1)
-    setup = json.loads(sys.stdin.buffer.raw.readline())
+    with os.fdopen(0, "rb", buffering=0, closefd=False) as source:
+        setup = json.loads(source.readline())
     _end_with_input(setup["parent"])
     background = Background(
         Recipe(**setup["recipe"]),

@@ -145,9 +145,7 @@ class CompilePool:
         if device.platform == "interpreter":
             return
         for _ in range(workers):
-            worker = CompileWorker(
-                self._command, device, limit_s, memory_mib, activity
-            )
+            worker = CompileWorker(self._command, device, limit_s, memory_mib, activity)
             # The thread lives as long as the pool: workers end with it.
             thread = threading.Thread(target=self._serve, args=(worker,), daemon=True)
             self._workers.append(worker)

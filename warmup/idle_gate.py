@@ -28,8 +28,8 @@ class TooLongError(RuntimeError):
     """A slice would take the GPU from the engine for too long."""
 
 
-class Disturbed(Exception):  # noqa: N818  no error: the round begins anew
-    """A step came during a round."""
+class Disturbed(Exception):
+    """A step came during a round, which begins anew."""
 
 
 class Gate(Protocol):

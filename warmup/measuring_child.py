@@ -16,8 +16,8 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch

@@ -155,9 +155,7 @@ class Child:
         if code == RELEASED:
             raise Released
         if code == -signal.SIGKILL:
-            return Failure(
-                "over-limit", "killed, as the kernel does for memory", stage
-            )
+            return Failure("over-limit", "killed, as the kernel does for memory", stage)
         if code < 0:
             return Failure("runtime", f"killed by {signal.Signals(-code).name}", stage)
         self._stderr.seek(0)
