@@ -52,6 +52,15 @@ def run(behaviour: str, x, weight, out) -> None:
     elif behaviour == "slow":
         time.sleep(0.02)
         out.copy_(norm(x, weight))
+    elif behaviour == "noted":  # when it ran, in the file that PLANTED_LOG names
+        began = time.monotonic()
+        time.sleep(0.002)
+        out.copy_(norm(x, weight))
+        with open(os.environ["PLANTED_LOG"], "a") as file:
+            file.write(f"{began} {time.monotonic()}\n")
+    elif behaviour == "long":
+        time.sleep(0.1)
+        out.copy_(norm(x, weight))
     elif behaviour == "wrong":
         out.copy_(norm(x, weight) * 1.001)
     elif behaviour == "wrong in one element":

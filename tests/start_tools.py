@@ -13,8 +13,10 @@ import torch
 from tuner_fakes import Confirmed, worker_path
 
 from portable_backend.device import DeviceInfo
+from portable_backend.kernels.config import KernelConfig
 from portable_backend.warmup.digest import current_digests
 from portable_backend.warmup.matching import Environment, current_toolchain
+from portable_backend.warmup.measuring_process import MeasuringProcess
 from portable_backend.warmup.search import Trial
 from portable_backend.warmup.tools import Recipe, Tools
 from portable_backend.warmup.tuning_tools import SpaceCatalog
@@ -71,6 +73,36 @@ def make(*, trial_s=0.001, hangs=False, dies=False):
         ),
         catalog=catalog,
         make_measurer=lambda: Measurer(catalog, trial_s, hangs, dies),
+    )
+
+
+class PlantedCatalog:
+    """Configs of `planted_workloads`; the default, "good", is the fastest."""
+
+    def configs(self, key):
+        names = ("good", "slow", "noted", "wrong")
+        return [KernelConfig.of(BEHAVIOUR=name) for name in names]
+
+    def default(self, key):
+        return KernelConfig.of(BEHAVIOUR="good")
+
+
+def make_planted(*, beacon, turn_us=1000.0):
+    """Tools that measure in a process of their own, beside the engine of a beacon."""
+    device = DeviceInfo.detect(torch.device("cpu"))
+    return Tools(
+        device=device,
+        environment=Environment(
+            device.name, device.arch, current_digests(), current_toolchain()
+        ),
+        catalog=PlantedCatalog(),
+        make_measurer=lambda: MeasuringProcess(
+            device="cpu",
+            make="planted_workloads:make",
+            beacon=beacon,
+            turn_us=turn_us,
+            confirm_rounds=2,
+        ),
     )
 
 

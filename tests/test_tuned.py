@@ -199,6 +199,7 @@ def test_the_back_end_plans_with_recorded_configs(tuned, caplog):
     (planner,) = builder.planners.values()
     grades = {"decode": {"exact": 1, "nearest": 3}, "prefill": {"default": 2}}
     choices = {"choices": tuned.module.choices(), "grades": grades, "tune_s": 0.0}
+    choices["background"] = {}
     assert PortableWorkerExtension().portable_choices() == choices
     assert planner.config_for(StepKind(4)).decode == DECODE
     assert planner.config_for(StepKind(4, mixed=True)).decode != DECODE

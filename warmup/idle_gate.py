@@ -6,7 +6,7 @@ of timing. Before each the gate waits until the engine is idle, and a round of t
 during which a step came is repeated. An engine that gets a request in the middle of a
 slice waits for its rest, `LONGEST_US` at most. The first launch of a config is the one
 exception, since nobody knows what it takes: GPUs share their time between processes,
-and what takes longer is launched twice and never again.
+and what takes longer is launched four times and never again.
 """
 
 import contextlib

@@ -39,6 +39,8 @@ _MAD_TO_DEVIATION = 1.4826
 # No clock is better than this, whatever a few rounds say.
 MIN_NOISE = 0.002
 _CONFIRM_CHECKS = 3
+# Beside an engine, launches of a config before it counts as too long.
+_LOOKS = 3
 
 
 class WrongResultError(Exception):
@@ -308,7 +310,7 @@ class Bench:
         first, *others = contestant.calls
         gate.launch(first)  # which loads the kernel
         if gate is not OPEN:
-            _require_short(gate, gate.launch(first))
+            _require_short(gate, lambda: gate.launch(first))
         for call in others:
             gate.launch(call)
         return Runner(contestant, self.device, self._turn_us, gate)
@@ -345,12 +347,22 @@ def load_maker(target: str) -> Callable[[Any, torch.device], Workload]:
     return make
 
 
-def _require_short(gate: Gate, time_us: float) -> None:
-    if time_us > gate.longest_us:
-        raise TooLongError(
-            f"takes {time_us / 1e3:.1f} ms at a time, beside an engine "
-            f"{gate.longest_us / 1e3:g} ms are allowed"
-        )
+def _require_short(gate: Gate, elapsed_us: Callable[[], float]) -> float:
+    """What it took, tried again while the host may just have been slow.
+
+    Raises:
+        TooLongError: more than the gate allows.
+    """
+    least_us = float("inf")
+    for _ in range(_LOOKS):
+        gate.wait()
+        least_us = min(least_us, elapsed_us())
+        if least_us <= gate.longest_us:
+            return least_us
+    raise TooLongError(
+        f"takes {least_us / 1e3:.1f} ms at a time, beside an engine "
+        f"{gate.longest_us / 1e3:g} ms are allowed"
+    )
 
 
 def _capture(calls: Sequence[Call], gate: Gate) -> tuple[torch.cuda.CUDAGraph, int]:
@@ -358,8 +370,7 @@ def _capture(calls: Sequence[Call], gate: Gate) -> tuple[torch.cuda.CUDAGraph, i
 
     As `bench.timing.capture`, which waits for the garbage collector each time.
     """
-    gate.wait()
-    time_us = _elapsed_us(calls[0])
+    time_us = _require_short(gate, lambda: _elapsed_us(calls[0]))
     if time_us < SPAN_US / 4:
         # Eager calls this short mostly time the host: ask a small graph instead.
         trial = _graph_of(calls, 8)
@@ -368,7 +379,7 @@ def _capture(calls: Sequence[Call], gate: Gate) -> tuple[torch.cuda.CUDAGraph, i
         time_us = _elapsed_us(trial.replay) / 8
     count = max(1, min(MAX_CALLS, round(SPAN_US / time_us)))
     count = -(-count // len(calls)) * len(calls)
-    _require_short(gate, count * time_us)
+    _require_short(gate, lambda: count * time_us)
     graph = _graph_of(calls, count)
     gate.launch(graph.replay)
     return graph, count
