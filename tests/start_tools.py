@@ -106,6 +106,27 @@ def make_planted(*, beacon, turn_us=1000.0):
     )
 
 
+def use_beside(set_attribute, folder, **behaviour):
+    """Have background_tuning tune with such tools, as if the CPU were a GPU.
+
+    Args:
+        set_attribute: setattr, or a monkeypatch's.
+        folder: of the beacon.
+        behaviour: of `make`.
+    """
+    from portable_backend import background_tuning, start_tuning
+
+    recipe = Recipe("start_tools:make", behaviour)
+    os.environ["PYTHONPATH"] = worker_path()
+    set_attribute(start_tuning, "_can_tune", lambda info: True)
+    set_attribute(start_tuning, "_visible_name", lambda device: "0")
+    set_attribute(background_tuning, "_gpu_id", lambda device: "test")
+    set_attribute(background_tuning, "beacon_path", lambda gpu: folder / gpu)
+    set_attribute(background_tuning, "_recipe", lambda *_: recipe)
+    set_attribute(background_tuning, "_state", background_tuning._State())
+    return background_tuning
+
+
 def use(set_attribute, **behaviour):
     """Have start_tuning tune with such tools, as if the CPU were a GPU.
 

@@ -359,8 +359,12 @@ def _require_short(gate: Gate, elapsed_us: Callable[[], float]) -> float:
         least_us = min(least_us, elapsed_us())
         if least_us <= gate.longest_us:
             return least_us
-    raise TooLongError(
-        f"takes {least_us / 1e3:.1f} ms at a time, beside an engine "
+    raise _too_long(gate, least_us)
+
+
+def _too_long(gate: Gate, time_us: float) -> TooLongError:
+    return TooLongError(
+        f"takes {time_us / 1e3:.1f} ms at a time, beside an engine "
         f"{gate.longest_us / 1e3:g} ms are allowed"
     )
 
@@ -379,7 +383,8 @@ def _capture(calls: Sequence[Call], gate: Gate) -> tuple[torch.cuda.CUDAGraph, i
         time_us = _elapsed_us(trial.replay) / 8
     count = max(1, min(MAX_CALLS, round(SPAN_US / time_us)))
     count = -(-count // len(calls)) * len(calls)
-    _require_short(gate, lambda: count * time_us)
+    if count * time_us > gate.longest_us:
+        raise _too_long(gate, count * time_us)
     graph = _graph_of(calls, count)
     gate.launch(graph.replay)
     return graph, count
