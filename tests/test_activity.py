@@ -2,6 +2,7 @@
 """Steps that an engine marks, and the gate that opens while there are none."""
 
 import fcntl
+import itertools
 import os
 import subprocess
 import sys
@@ -91,8 +92,7 @@ def test_a_round_during_which_a_step_came_is_repeated(beacon, looked, clock):
         return len(rounds)
 
     assert gate.undisturbed(work) == 3
-    gaps = [b - a for a, b in zip(rounds, rounds[1:], strict=False)]
-    assert all(gap >= IDLE_S for gap in gaps)
+    assert all(b - a >= IDLE_S for a, b in itertools.pairwise(rounds))
 
 
 def test_a_round_stops_before_its_next_turn(beacon, looked, clock):
@@ -163,7 +163,7 @@ def test_links_and_other_files_are_refused(tmp_path):
     with pytest.raises(PermissionError, match="not this user's own file; remove it"):
         Beacon(tmp_path / "fifo")
     (tmp_path / "short").write_bytes(b"x")
-    with pytest.raises(OSError, match="short.*remove it"):
+    with pytest.raises(OSError, match=r"short.*remove it"):
         Activity(tmp_path / "short")
     with pytest.raises(FileNotFoundError):
         Activity(tmp_path / "none")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PORTABLE_BACKEND_TUNE=background: an engine's steps, its tuner, and its next start."""
+"""PORTABLE_BACKEND_TUNE=background: an engine's steps, its tuner, its next start."""
 
 import json
 import logging
@@ -214,7 +214,7 @@ def test_memory_is_a_part_of_what_is_free_and_too_little_is_told(monkeypatch):
     assert options["memory_mib"] == (10 * 1024 - 600) // 2
     assert options["workers"] == 3
     free.return_value = (1 << 30, 24 << 30)
-    with pytest.raises(MemoryError, match="1024 MiB .* are free beside the engine"):
+    with pytest.raises(MemoryError, match=r"1024 MiB .* are free beside the engine"):
         module._recipe(info, torch.device("cuda"), beacon)
 
 

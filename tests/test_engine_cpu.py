@@ -336,6 +336,44 @@ def test_two_ranks_serve_alike_whatever_is_wrong_with_their_files(models, tmp_pa
     assert len(re.findall("startup needs a GPU", log)) == 1
 
 
+@pytest.mark.long
+def test_an_engine_tunes_beside_itself_and_its_next_start_is_exact(models, tmp_path):
+    """Times are simulated; the engine, its readiness and its steps are vLLM's."""
+    env = _environment(
+        paths=(Path(__file__).parent,),
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        PORTABLE_BACKEND_TUNE="background",
+        PORTABLE_BACKEND_CACHE_DIR=str(tmp_path / "cache"),
+    )
+    command = [sys.executable, Path(__file__).with_name("background_run.py")]
+    found = []
+    for start in ("first", "next"):
+        out = tmp_path / f"{start}.json"
+        done = subprocess.run(
+            [*command, models["llama"], tmp_path, out],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        log = done.stdout + done.stderr
+        assert done.returncode == 0, log[-4000:]
+        found.append(json.loads(out.read_text()))
+        # Nothing begins before the engine is ready.
+        said = re.findall(r"(init engine|background tuning: \d+ of \d+ keys lack)", log)
+        assert said[0].endswith("keys lack") and len(said) == 2, said
+    first, following = found
+    assert first["ready"]["state"] in ("waiting", "tuning")
+    assert first["status"]["state"] == "done" and first["status"]["done"] > 4
+    # A running engine does not change.
+    assert first["before"]["tokens"] == first["after"]["tokens"]
+    assert first["before"]["choices"] == first["after"]["choices"]
+    assert "exact" not in first["before"]["grades"]["decode"]
+    assert following["ready"]["keys"] == 0
+    for counts in following["before"]["grades"].values():
+        assert counts.keys() == {"exact"}
+
+
 def test_where_registration_fails_vllm_goes_on_without_us(models, tmp_path):
     tmp_path.joinpath("sitecustomize.py").write_text(
         "import portable_backend.plugin as plugin\n"
