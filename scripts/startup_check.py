@@ -5,11 +5,13 @@
     python -P scripts/startup_check.py --gpus 0,1 --out FOLDER
     python -P scripts/startup_check.py --parts start --rounds 3 --limit-s 800
     python -P scripts/startup_check.py --newest --gpus 0
+    python -P scripts/startup_check.py --parts background
 
 Parts: `awkward`, more than 2000 awkward requests in default mode and as many in eager
 mode under `--jit-monitor-mode error`; `start`, cold and warm starts beside
 FLASH_ATTN's; `startup_tuning`, budget, memory and records of tuning at start;
-`carried`, a start from what `portable-backend warm` has compiled. Random weights in the
+`carried`, a start from what `portable-backend warm` has compiled; `background`, where
+it is asked for, what tuning beside an engine costs and finds. Random weights in the
 shape of 8 layers of Llama-8B.
 
 Jobs are processes, each on one GPU and its share of the CPUs, with a time limit of its
@@ -33,21 +35,29 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+import startup_background
 import startup_parts
 from serve_check import members
 from startup_run import FULL, QUICK, Run, Scale
 from startup_table import (
     Row,
     awkward_rows,
+    background_rows,
     carried_rows,
     markdown,
     start_rows,
     tuning_rows,
 )
 
-PARTS = ("awkward", "start", "startup_tuning", "carried")
+PARTS = ("awkward", "start", "startup_tuning", "carried", "background")
 # Seconds of a job: what it takes at most on an H200, and some more.
-LIMITS = {"awkward": 330, "start": 420, "startup_tuning": 280, "carried": 150}
+LIMITS = {
+    "awkward": 330,
+    "start": 420,
+    "startup_tuning": 280,
+    "carried": 150,
+    "background": 480,
+}
 # Of a job that is told to end, to stop its servers.
 _GRACE_S = 25.0
 # Nothing is begun that has less.
@@ -76,7 +86,7 @@ def jobs_of(parts: Sequence[str], rounds: int) -> list[Job]:
     jobs: list[Job] = []
     if "start" in parts:
         jobs += [Job("start", str(number)) for number in range(rounds)]
-    others = ("awkward", "startup_tuning", "carried")
+    others = ("background", "awkward", "startup_tuning", "carried")
     return jobs + [Job(part) for part in others if part in parts]
 
 
@@ -92,6 +102,8 @@ def run_job(args: argparse.Namespace) -> None:
         startup_parts.start(run, int(argument))
     elif part == "startup_tuning":
         startup_parts.startup_tuning(run)
+    elif part == "background":
+        startup_background.background(run)
     else:
         startup_parts.carried(run)
 
@@ -222,6 +234,8 @@ def rows_of(out: Path, jobs: Sequence[Job], budget_s: float) -> list[Row]:
         rows += tuning_rows(found["startup_tuning"], budget_s)
     if "carried" in found:
         rows += carried_rows(found["carried"])
+    if "background" in found:
+        rows += background_rows(found["background"])
     return rows
 
 
@@ -230,7 +244,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--parts", default=None, help=",".join(PARTS) + " (default: all)")
+    add(
+        "--parts", default=None, help=",".join(PARTS) + " (default: all but background)"
+    )
     add("--gpus", default="0", help="indices, as in 0,1 (default: %(default)s)")
     add("--limit-s", type=float, default=510, help="for all (default: %(default)s)")
     add("--stretch", type=float, default=1, help="factor on each job's own time limit")
@@ -246,7 +262,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     args.out = args.out.resolve()
     if args.parts is None:
-        args.parts = "awkward" if args.newest else ",".join(PARTS)
+        args.parts = "awkward" if args.newest else ",".join(PARTS[:-1])
     args.parts = args.parts.split(",")
     if unknown := [part for part in args.parts if part not in PARTS]:
         parser.error(f"--parts must be some of {', '.join(PARTS)}, got {unknown[0]}")

@@ -58,6 +58,8 @@ class Scale:
         beside: options of servers that share a GPU.
         alone: of one that has it for itself.
         budget_s: of tuning at start.
+        turns, turn_s: of each server under a steady load, and how long one lasts.
+        idle_s: in which an engine that has nothing to do tunes.
     """
 
     geometry: str = "llama8b"
@@ -78,6 +80,9 @@ class Scale:
     )  # fmt: skip
     alone: tuple[str, ...] = ("--gpu-memory-utilization", "0.5")
     budget_s: int = 60
+    turns: int = 6
+    turn_s: float = 15.0
+    idle_s: float = 60.0
 
     def server_options(self) -> list[str]:
         limits = [part for n, v in self.limits.items() for part in (f"--{n}", str(v))]
@@ -101,6 +106,9 @@ QUICK = Scale(
     beside=("--gpu-memory-utilization", "0.2", "--kv-cache-memory-bytes", "67108864"),
     alone=("--gpu-memory-utilization", "0.2", "--kv-cache-memory-bytes", "67108864"),
     budget_s=3,
+    turns=1,
+    turn_s=3.0,
+    idle_s=2.0,
 )
 
 

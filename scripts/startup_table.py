@@ -13,6 +13,10 @@ from typing import Any
 COLD_S, WARM_S = 5.0, 2.0
 # Of the budget that tuning may take beyond it.
 TOLERANCE = 1.1
+# What tuning beside an engine may cost at the 99th percentile, and what it must get
+# done in a minute.
+MOST_P99 = 1.01
+LEAST_TRIALS = 20
 Findings = Mapping[str, Mapping[str, Any]]
 
 
@@ -226,3 +230,61 @@ def carried_rows(found: Findings) -> list[Row]:
         )
         rows.append(Row("carried", "start", none and _answered(start), text))
     return rows
+
+
+def background_rows(found: Mapping[str, Any]) -> list[Row]:
+    """Time between tokens beside a tuner, its trials, and what the next start finds."""
+    part = "background"
+    rows = []
+    for name in ("p50_ms", "p99_ms"):
+        pairs = []
+        for number in range(len(found)):
+            turns = [found.get(f"turn {number}, {x}") for x in (part, "load")]
+            if all(turn and name in turn for turn in turns):
+                pairs.append([turn[name] for turn in turns if turn])
+        if not pairs:
+            continue
+        ratios = [tuned / loaded for tuned, loaded in pairs]
+        ratio = statistics.median(ratios)
+        text = f"{ratio:.4f} of `load` in the median of {len(pairs)} pairs of turns ("
+        text += ", ".join(f"{tuned:.2f} to {loaded:.2f}" for tuned, loaded in pairs)
+        passed = None
+        if name == "p99_ms":
+            passed = ratio <= MOST_P99
+            text += f"), at most {MOST_P99}"
+        else:
+            text += ")"
+        rows.append(Row(part, f"between tokens, {name.split('_')[0]}", passed, text))
+    turns = [turn for name, turn in found.items() if name.startswith("turn ")]
+    if turns:
+        sent, failed = (
+            sum(turn[name] for turn in turns) for name in ("sent", "failed")
+        )
+        trials = sum(turn["trials"] for turn in turns)
+        text = f"{sent - failed} of {sent}; {trials} trials meanwhile"
+        rows.append(Row(part, "requests answered", not failed, text))
+    if idle := found.get("idle"):
+        least = LEAST_TRIALS * idle["seconds"] / 60
+        text = f"{idle['trials']} in {idle['seconds']} s, {least:.0f} at least; "
+        text += f"nvidia-smi {idle.get('used_mib')} MiB"
+        rows.append(Row(part, "trials, idle", idle["trials"] >= least, text))
+    if following := found.get("next start"):
+        before = found.get("before the next start", {})
+        exact = [_exact(x) for x in (found.get("at start", {}), before, following)]
+        done = before.get("background", {}).get("done", 0)
+        text = (
+            f"{done} keys tuned; exact {exact[0]} at start, {exact[1]} when it ended, "
+        )
+        text += f"{exact[2]} at the next start"
+        # A running engine keeps its configs; whose choices differ, or do not, is told.
+        same = found.get("at start", {}).get("choices") == before.get("choices")
+        passed = done > 0 and exact[0] == exact[1] and exact[2] >= exact[0] + done
+        rows.append(Row(part, "misses become exact", passed and same, text))
+    if "failed" in found:
+        rows.append(Row(part, "run", False, _last_line(found["failed"])))
+    return rows
+
+
+def _exact(choices: Mapping[str, Any]) -> int:
+    grades = choices.get("grades", {})
+    return sum(counts.get("exact", 0) for counts in grades.values())

@@ -209,6 +209,49 @@ def test_a_server_that_is_not_there_fails_requests_and_no_more(requests):
     assert list(answers.wrong) == ["ClientConnectorError"]
 
 
+def test_a_steady_load_takes_the_time_between_tokens(check, server, monkeypatch):
+    module = sys.modules["startup_background"]
+    monkeypatch.setattr(module, "_WARM_S", 0.6)
+    began = time.monotonic()
+    found = module.steady_load(
+        server.url, seconds=1.0, rate=4.0, prompts=iter([[7]] * 9), output_tokens=3
+    )
+    # Its streams have 1000 answers, 10 ms apart, whatever is asked for.
+    assert (found["sent"], found["failed"]) == (4, 0)
+    assert found["gaps"] == 999  # of the one that began late enough
+    assert 10 <= found["p50_ms"] <= found["p99_ms"]
+    assert time.monotonic() - began < 60
+
+
+def test_requests_that_fail_are_told_apart(check):
+    module = sys.modules["startup_background"]
+    found = module.steady_load(
+        "http://127.0.0.1:9",
+        seconds=0.5,
+        rate=4.0,
+        prompts=iter([[7]] * 9),
+        output_tokens=3,
+    )
+    assert found == {"gaps": 0, "sent": 2, "failed": 2}
+
+
+@pytest.mark.parametrize(
+    ("values", "share", "expected"),
+    [([3.0], 0.99, 3.0), ([2.0, 1.0], 0.5, 1.0), (list(range(1, 101)), 0.99, 99)],
+)
+def test_quantiles(values, share, expected, check):
+    assert sys.modules["startup_background"].quantile(values, share) == expected
+
+
+def test_the_last_status_is_read_whatever_the_folder_holds(check, tmp_path):
+    module = sys.modules["startup_background"]
+    assert module.status_in(tmp_path) == {}
+    (tmp_path / "background.a.json").write_text("{")
+    assert module.status_in(tmp_path) == {}
+    (tmp_path / "background.nvidia_h200.json").write_text('{"trials": 3}')
+    assert module.status_in(tmp_path) == {"trials": 3}
+
+
 # --------------------------------------------------------------------------- findings
 
 
@@ -550,6 +593,60 @@ def test_a_carried_cache_leaves_nothing_to_compile(table):
         assert passed(rows)["start"] is False
     rows = table.carried_rows({"warm": {"failed": "no GPU"}})
     assert passed(rows) == {"warm": False}
+
+
+def turns(*pairs, failed=0):
+    """Findings of `background`: (load's, background's) p99 of each pair of turns."""
+    found = {}
+    for number, values in enumerate(pairs):
+        for name, p99 in zip(("load", "background"), values, strict=True):
+            turn = {"sent": 60, "failed": failed, "trials": 0, "gaps": 3000}
+            found[f"turn {number}, {name}"] = turn | {"p50_ms": 5.0, "p99_ms": p99}
+    return found
+
+
+def beside(exact, done=0, choices="0a"):
+    grades = {"decode": {"exact": exact, "default": 5}}
+    return {"grades": grades, "choices": choices, "background": {"done": done}}
+
+
+BESIDE = {
+    "at start": beside(1),
+    "idle": {"seconds": 60.0, "trials": 20, "used_mib": 5},
+    "before the next start": beside(1, done=2),
+    "next start": beside(3, choices="1b"),
+}
+
+
+def test_tuning_beside_an_engine_costs_little_and_leaves_records(table):
+    found = turns((10.0, 10.2), (10.0, 10.05), (10.1, 10.0)) | BESIDE
+    assert passed(table.background_rows(found)) == {
+        "between tokens, p50": None,
+        "between tokens, p99": True,
+        "requests answered": True,
+        "trials, idle": True,
+        "misses become exact": True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("row", "change"),
+    [
+        ("between tokens, p99", turns((10.0, 10.2), (10.0, 10.2), (9.0, 8.0))),
+        ("requests answered", turns((10.0, 10.0), failed=1)),
+        ("trials, idle", {"idle": {"seconds": 60.0, "trials": 19}}),
+        ("misses become exact", {"next start": beside(2)}),
+        ("misses become exact", {"before the next start": beside(1)}),
+        ("misses become exact", {"before the next start": beside(1, 2, "running")}),
+        ("run", {"failed": "RuntimeError: the server ended"}),
+    ],
+)
+def test_what_tuning_beside_an_engine_must_not_do_is_told(row, change, table):
+    rows = passed(table.background_rows(BESIDE | change))
+    assert rows.pop(row) is False
+    assert False not in rows.values()
+    # A run that was cut says what it saw.
+    assert passed(table.background_rows(change)).get(row, False) is False
 
 
 def test_the_table_is_markdown(table):
