@@ -100,6 +100,8 @@ def begin() -> None:
             if not _state.begun and _state.beacon is not None:
                 _state.begun = True
                 _begin()
+    except MemoryError as error:
+        _warn(f"nothing is tuned in the background: {error}")
     except Exception:  # of any kind: the engine serves all the same
         _warn("nothing is tuned in the background, the engine serves without", True)
 

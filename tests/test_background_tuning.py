@@ -165,11 +165,15 @@ def test_without_a_gpu_records_are_loaded_and_one_line_says_so(
     assert not warnings(caplog)
 
 
-@pytest.mark.parametrize("how", ["dies", "raises", "no process", "no beacon"])
+@pytest.mark.parametrize(
+    "how", ["dies", "raises", "no room", "no process", "no beacon"]
+)
 def test_tuning_that_fails_is_one_warning(start, tmp_path, monkeypatch, caplog, how):
     module = start_tools.use_beside(monkeypatch.setattr, tmp_path, dies=how == "dies")
     if how == "raises":
         monkeypatch.setattr(module, "missing", mock.Mock(side_effect=RuntimeError(1)))
+    if how == "no room":
+        monkeypatch.setattr(module, "_recipe", mock.Mock(side_effect=MemoryError("1")))
     if how == "no process":
         failing = mock.Mock(side_effect=OSError(12, "no memory"))
         monkeypatch.setattr(module.subprocess, "Popen", failing)
