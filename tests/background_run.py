@@ -12,7 +12,7 @@ from pathlib import Path
 
 import start_tools
 
-LIMIT_S = 90
+LIMIT_S = 200
 
 
 def main(model: str, folder: str, out: str) -> None:

@@ -72,13 +72,14 @@ def warnings(caplog):
     return [x.getMessage() for x in ours if x.levelno >= logging.WARNING]
 
 
-def wait_for(module, *states, limit_s=60):
-    ends = time.monotonic() + limit_s
+def wait_for(module, *states):
+    # Long, since it runs on CPUs that nobody else wants.
+    ends = time.monotonic() + 240
     while module.status().get("state") not in states:
         assert time.monotonic() < ends, module.status()
         time.sleep(0.05)
     if module._state.process is not None:
-        module._state.process.wait(10)
+        module._state.process.wait(60)
     return module.status()
 
 
@@ -181,7 +182,7 @@ def test_tuning_that_fails_is_one_warning(start, tmp_path, monkeypatch, caplog, 
         (tmp_path / "test").symlink_to(tmp_path)
     builder, grade = start()
     module.begin()
-    ends = time.monotonic() + 30
+    ends = time.monotonic() + 240
     while not warnings(caplog) and time.monotonic() < ends:
         time.sleep(0.05)
     (warning,) = warnings(caplog)

@@ -171,16 +171,15 @@ class Background:
         status = self.status
         self._tried += _tried(outcome)
         status.trials = self._tried
-        known = outcome.state in ("tuned", "default", "known")
-        status.done += known
+        status.done += outcome.state in ("tuned", "default", "known")
         shown = outcome.to_dict()
         names = ("kernel", "key", "state", "reason", "gain", "seconds")
         status.outcomes.append({name: shown[name] for name in names})
-        gain = f", {outcome.gain:.2f} times the default's speed" if known else ""
+        gain = f", {outcome.gain:.2f} times the default's speed" if outcome.gain else ""
         reason = f": {outcome.reason}" if outcome.reason else ""
         self.say(
             f"background tuning: key {len(status.outcomes)} of {status.keys}, "
-            f"{outcome.state}{gain if outcome.gain else ''}, {_tried(outcome)} trials, "
+            f"{outcome.state}{gain}, {_tried(outcome)} trials, "
             f"{outcome.key}{reason}"
         )
         self.tell()
