@@ -11,12 +11,8 @@ import argparse
 import contextlib
 import json
 import math
-import os
 import random
 import re
-import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,106 +22,31 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-GEOMETRIES = {
-    "llama8b": {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "num_hidden_layers": 8,
-        "vocab_size": 128256,
-        "max_position_embeddings": 131072,
-    },
-    "tiny": {
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "num_hidden_layers": 2,
-        "vocab_size": 512,
-        "max_position_embeddings": 2048,
-    },
-}
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from serving.models import GEOMETRIES, write_config
+from serving.server import Server, post
+
 JIT_WARNING = re.compile(r"(compilation|autotun\w*) during inference: ", re.I)
 
 
-def write_config(folder: Path, geometry: str) -> None:
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-    }
-    text = json.dumps(config | GEOMETRIES[geometry], indent=1)
-    (folder / "config.json").write_text(text)
-
-
 @contextlib.contextmanager
-def served(
-    model: Path, port: int, log: Path, options: list[str], limit_s: float
-) -> Iterator[str]:
+def served(model: Path, log: Path, options: list[str], limit_s: float) -> Iterator[str]:
     """A running server's address; stopped on leaving."""
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
-    command += ["--host", "127.0.0.1", "--port", str(port)]
-    command += ["--attention-backend", "portable"]
-    command += ["--load-format", "dummy", "--skip-tokenizer-init"]
-    command += ["--jit-monitor-mode", "warn", "--worker-extension-cls"]
-    command += ["portable_backend.worker_extension.PortableWorkerExtension", *options]
-    environment = os.environ | {
+    ours = ["--attention-backend", "portable"]
+    ours += ["--load-format", "dummy", "--skip-tokenizer-init"]
+    ours += ["--jit-monitor-mode", "warn", "--worker-extension-cls"]
+    ours += ["portable_backend.worker_extension.PortableWorkerExtension"]
+    environment = {
         "VLLM_SERVER_DEV_MODE": "1",  # opens /collective_rpc, for the launch counts
-        "VLLM_NO_USAGE_STATS": "1",
         "VLLM_COMPUTE_NANS_IN_LOGITS": "1",
         "HF_HUB_OFFLINE": "1",
-        # In the checkout's root its folders would hide the installed package.
-        "PYTHONSAFEPATH": "1",
     }
-    with log.open("wb") as file:
-        server = subprocess.Popen(
-            command,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-        )
-    url = f"http://127.0.0.1:{port}"
+    server = Server(str(model), [*ours, *options], environment, log)
     try:
-        end = time.monotonic() + limit_s
-        while True:
-            if server.poll() is not None or time.monotonic() > end:
-                tail = "\n".join(log.read_text(errors="replace").splitlines()[-25:])
-                raise RuntimeError(f"the server did not start:\n{tail}")
-            try:
-                with urllib.request.urlopen(f"{url}/health", timeout=5):
-                    break
-            except OSError:
-                time.sleep(1)
-        yield url
+        server.wait_ready(limit_s)
+        yield server.url
     finally:
-        for sent in (signal.SIGTERM, signal.SIGKILL):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(server.pid, sent)
-            try:
-                server.wait(timeout=20)
-                break
-            except subprocess.TimeoutExpired:
-                continue
-
-
-def post(url: str, body: dict[str, Any], timeout_s: float) -> Any:
-    request = urllib.request.Request(
-        url,
-        data=json.dumps(body).encode(),
-        headers={"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=timeout_s) as response:
-        return json.load(response)
+        server.stop()
 
 
 def draw_requests(
@@ -180,13 +101,10 @@ def corrupted(url: str) -> float | None:
 def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     log = args.log or folder / "serve.log"
     write_config(folder, args.geometry)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     vocab_size: int = GEOMETRIES[args.geometry]["vocab_size"]
     requests = draw_requests(args.requests, args.longest, vocab_size, args.seed)
     started = time.perf_counter()
-    with served(folder, port, log, args.options, args.start_limit_s) as url:
+    with served(folder, log, args.options, args.start_limit_s) as url:
         start_s = time.perf_counter() - started
         warm = len(log.read_text(errors="replace").splitlines())
         started = time.perf_counter()
@@ -223,7 +141,7 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--geometry", choices=list(GEOMETRIES), default="llama8b")
+    parser.add_argument("--geometry", choices=list(GEOMETRIES), default="llama8b-8l")
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--longest", type=int, default=8000, help="prompt tokens")
     parser.add_argument("--concurrency", type=int, default=32)

