@@ -95,6 +95,33 @@ def test_wrong_names_are_told(options, message):
     assert re.search(message, done.stdout + done.stderr)
 
 
+def test_the_timer_counts_what_lies_between_two_events(monkeypatch):
+    """And waits for the later one only, so that nothing stops the queue before."""
+    from portable_backend.bench import cold
+
+    waited, clock = [], iter((1.0, 3.5))
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at_ms = next(clock)
+
+        def synchronize(self):
+            waited.append(self.at_ms)
+
+        def elapsed_time(self, later):
+            return later.at_ms - self.at_ms
+
+    monkeypatch.setattr(cold.torch.cuda, "Event", Event)
+    start = cold.device_timer()
+    end = cold.device_timer()
+    assert not waited
+    assert end - start == pytest.approx(2.5e-3)
+    assert waited == [3.5]
+
+
 def test_the_grid_has_its_corners():
     shapes = ATTENTION_LISTS["grid"]()
     assert {shape.dtype for shape in shapes} == {"fp16", "bf16"}

@@ -26,7 +26,7 @@ def main(model: str, modules: str) -> None:
     load_general_plugins()
     platform = "rocm" if current_platform.is_rocm() else current_platform.device_type
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    environment = describe(device, [])
+    environment = describe(device, [], source=__file__)
     if device.type == "cuda":
         environment["gpu"] += f", {torch.cuda.device_count()} visible"
     else:
