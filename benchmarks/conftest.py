@@ -115,6 +115,12 @@ def timed_calls(request: pytest.FixtureRequest) -> int:
     return max(1, request.config.getoption("--timed-calls"))
 
 
+def _check(error: Any, limit: float, when: str) -> float:
+    found = float(error())
+    assert found <= limit, f"wrong {when}: relative error {found:.1e} > {limit:.0e}"
+    return found
+
+
 @pytest.fixture
 def measure(benchmark: Any, flush: Any, timed_calls: int, device: torch.device) -> Any:
     """measure(shape, provider, call, refill, error, limit): check, time, check again.
@@ -124,17 +130,12 @@ def measure(benchmark: Any, flush: Any, timed_calls: int, device: torch.device) 
     after it was timed is not reported.
     """
 
-    def check(error: Any, limit: float, when: str) -> float:
-        found = float(error())
-        assert found <= limit, f"wrong {when}: relative error {found:.1e} > {limit:.0e}"
-        return found
-
     def run(
         shape: Any, provider: str, call: Any, refill: Any, error: Any, limit: float
     ) -> None:
         refill()
         call()
-        found = check(error, limit, "before it was timed")
+        found = _check(error, limit, "before it was timed")
         timed = call
         if device.type == "cuda":
             graph = torch.cuda.CUDAGraph()
@@ -153,7 +154,7 @@ def measure(benchmark: Any, flush: Any, timed_calls: int, device: torch.device) 
             nonlocal left
             left -= 1
             if not left:
-                check(error, limit, "after it was timed")
+                _check(error, limit, "after it was timed")
 
         benchmark.group = f"{shape.name} " + " ".join(map(str, shape.fields.values()))
         benchmark.extra_info |= {

@@ -58,7 +58,10 @@ def test_attention(
 ) -> None:
     if provider in absent:
         pytest.skip(f"{provider}: {absent[provider]}")
-    inputs, reference = _inputs(shape, device)
+    try:
+        inputs, reference = _inputs(shape, device)
+    except torch.OutOfMemoryError:
+        pytest.skip("does not fit in the device's memory")
     # Other kernels may read what they then mask; ours must never let it in.
     inputs.fill_unused(float("nan") if provider in OUR_NAMES else 0.0)
     try:

@@ -217,9 +217,7 @@ _OURS = (
 )  # fmt: skip
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    """The options; ends with a message, and exit code 2, if they are wrong."""
-    cut = argv.index("--") if "--" in argv else len(argv)
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -270,6 +268,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--limit-s", type=seconds, help="begin no part after this many seconds")
     add("--fresh", action="store_true", help="forget what is in --out")
     add("--commit", help="for the report, where git cannot tell")
+    return parser
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The options; ends with a message, and exit code 2, if they are wrong."""
+    cut = argv.index("--") if "--" in argv else len(argv)
+    parser = _parser()
     args = parser.parse_args(argv[:cut])
     args.server_options = argv[cut + 1 :]
     for option in args.server_options:

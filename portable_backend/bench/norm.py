@@ -66,15 +66,15 @@ def _any_number(buffers: Buffers) -> Buffers:
     return buffers
 
 
-_compiled_now: dict[tuple[bool, int], Callable[..., Any]] = {}
+_compiled_now: dict[tuple[bool, int, torch.dtype], Callable[..., Any]] = {}
 
 
 def _compiled(fused: bool, weight: torch.Tensor) -> Callable[..., Any]:
-    """The compiled formula of one row size; another size starts with clean caches.
+    """The compiled formula of one row size and dtype; others start with clean caches.
 
     Else torch would make the row size dynamic too, and give up after eight of them.
     """
-    key = (fused, weight.shape[0])
+    key = (fused, weight.shape[0], weight.dtype)
     if key not in _compiled_now:
         torch._dynamo.reset()
         _compiled_now.clear()

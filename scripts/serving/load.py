@@ -68,26 +68,9 @@ def send(
         WrongAnswerError: an answer has not as many tokens as were asked for, or a
             log-prob that is not finite.
     """
-    extra: dict[str, Any] = {}
-    if with_logprobs:
-        extra = {"logprobs": 2, "return_tokens_as_token_ids": True}
     streamed = workload.streamed and not with_logprobs
-    if streamed:
-        extra = {"stream": True, "stream_options": {"include_usage": True}}
     # Encoded ahead, so that the client is not what is timed.
-    bodies = [
-        json.dumps(
-            {
-                "prompt": prompt,
-                "max_tokens": num_tokens,
-                "temperature": 0,
-                "ignore_eos": True,
-                "return_token_ids": True,
-                **extra,
-            }
-        ).encode()
-        for prompt, num_tokens in requests
-    ]
+    bodies = [_encode(request, streamed, with_logprobs) for request in requests]
     try:
         answers = asyncio.run(
             asyncio.wait_for(
@@ -106,6 +89,29 @@ def send(
     except* (aiohttp.ClientError, OSError, ValueError, LookupError) as group:
         error = group.exceptions[0]
         raise LoadError(f"{type(error).__name__}: {error}"[:500]) from error
+    _refuse_wrong(requests, answers, with_logprobs)
+    return answers
+
+
+def _encode(request: Request, streamed: bool, with_logprobs: bool) -> bytes:
+    prompt, num_tokens = request
+    body: dict[str, Any] = {
+        "prompt": prompt,
+        "max_tokens": num_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    if with_logprobs:
+        body |= {"logprobs": 2, "return_tokens_as_token_ids": True}
+    if streamed:
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+    return json.dumps(body).encode()
+
+
+def _refuse_wrong(
+    requests: Sequence[Request], answers: Sequence[Answer], with_logprobs: bool
+) -> None:
     for (_, asked), answer in zip(requests, answers, strict=True):
         if len(answer.tokens) != asked:
             raise WrongAnswerError(
@@ -118,7 +124,6 @@ def send(
         for best in answer.logprobs:
             if len(best) < 2 or not all(_LOGPROB_FLOOR < p <= 0 for p in best):
                 raise WrongAnswerError(f"log-probs that are not finite: {best}")
-    return answers
 
 
 def _arrivals(number: int, rate: float) -> list[float]:
