@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -85,7 +86,6 @@ TWO = ("--backends", "PORTABLE,FLASH_ATTN", "--workloads", "batch")
 
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.xdist_group("engine")
 def test_two_backends_of_the_cpu_engine(tmp_path):
     """Real servers, real tokens: as users start it, but for the number of rounds."""
     from vllm.platforms import current_platform
@@ -278,6 +278,34 @@ def test_servers_that_do_not_fit_together_run_one_at_a_time(bench, monkeypatch):
     assert max(most) == 1 and not running
     # Round 2 begins with the one that is still up.
     assert bench.started == ["FLASH_ATTN", "PORTABLE", "FLASH_ATTN"]
+
+
+def test_a_server_ends_with_whoever_started_it(script, tmp_path):
+    (tmp_path / "faults.json").write_text("{}")
+    code = f"""
+import sys, time
+sys.path.insert(0, {str(SCRIPT.parent)!r})
+from pathlib import Path
+import serving.server
+fake = [sys.executable, "-P", {str(FAKE)!r}, {str(tmp_path / "faults.json")!r}]
+serving.server.server_command = lambda _, port, __: [*fake, "--port", str(port)]
+server = serving.server.Server("", [], {{}}, Path({str(tmp_path / "log")!r}))
+server.wait_ready(60)
+print(server._process.pid, flush=True)
+time.sleep(600)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    pid = int(parent.stdout.readline())
+    assert Path(f"/proc/{pid}").exists()
+    parent.kill()
+    parent.wait()
+    end = time.monotonic() + 30
+    # Nobody may be there to reap it.
+    while Path(f"/proc/{pid}").exists():
+        if Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] == "Z":
+            break
+        assert time.monotonic() < end
+        time.sleep(0.1)
 
 
 def test_no_part_is_begun_after_the_time(bench, capsys):

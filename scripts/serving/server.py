@@ -2,6 +2,7 @@
 """vLLM's OpenAI-compatible server as a process of ours."""
 
 import contextlib
+import ctypes
 import importlib.metadata
 import json
 import os
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 _STOP_GRACE_S = 20
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
 
 
 class ServerError(RuntimeError):
@@ -33,6 +36,11 @@ def server_command(model: str, port: int, options: Sequence[str]) -> list[str]:
         # the module behind it.
         command += ["vllm.entrypoints.openai.api_server", "--model", model]
     return [*command, "--host", "127.0.0.1", "--port", str(port), *options]
+
+
+def _end_with_parent() -> None:
+    """Between fork and exec: who kills us must not leave a server on the GPU."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 class Server:
@@ -79,6 +87,7 @@ class Server:
                     **environment,
                 },
                 start_new_session=True,
+                preexec_fn=_end_with_parent,
             )
 
     def wait_ready(self, limit_s: float) -> None:
