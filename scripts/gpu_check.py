@@ -406,7 +406,7 @@ def parse() -> argparse.Namespace:
     add("--kv-cache-mib", type=int, default=4096)
     add("--requests", type=int, default=200)
     add("--longest", type=int, default=8000)
-    add("--geometry", default="llama8b")
+    add("--geometry", default="llama8b-8l")
     add("--serve-limit-s", type=float, default=300)
     add("--serve-options", type=shlex.split, default=["--max-model-len", "9216"])
     add("--anchor-script", type=Path)

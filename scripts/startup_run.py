@@ -60,7 +60,7 @@ class Scale:
         budget_s: of tuning at start.
     """
 
-    geometry: str = "llama8b"
+    geometry: str = "llama8b-8l"
     longest: int = 30000
     batch_sizes: tuple[int, ...] = (1, 15, 16, 17, 255, 256)
     share: float = 1.0
