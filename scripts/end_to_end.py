@@ -29,6 +29,8 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
+import torch
+
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from serving.models import GEOMETRIES, write_config
 from serving.options import count, names_in, seconds
@@ -362,6 +364,8 @@ def main() -> int:
     if args.one:
         run_engine(args, Connection(int(args.pipe)))
         return 0
+    if args.geometry != "tiny" and not torch.cuda.is_available():
+        sys.exit("torch finds no GPU; --geometry tiny runs without one")
     # As Ctrl-C: engines end, and what was measured is told.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if args.logs:

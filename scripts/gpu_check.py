@@ -326,8 +326,9 @@ class Runner:
     def anchor(self) -> None:
         """An attention benchmark that finds our kernels as module portable_call."""
         script = self.args.anchor_script
-        if script is None:
-            self.add("anchor", "setup", False, "give --anchor-script")
+        if script is None or not script.is_file():
+            what = "give --anchor-script" if script is None else f"no file {script}"
+            self.add("anchor", "setup", False, what)
             return
         path = os.pathsep.join(
             filter(None, [str(SCRIPTS), os.environ.get("PYTHONPATH")])

@@ -212,7 +212,7 @@ class Fleet:
         except RuntimeError as error:
             member.failures += 1
             reason = str(error)
-            if member.server is not None and member.server.has_ended:
+            if member.server is not None and member.server.ends_within(1.0):
                 reason += f"\nits server ended:\n{member.server.log_tail(12)}"
             if member.failures >= MAX_FAILURES:
                 first = reason.splitlines()[0]

@@ -118,6 +118,12 @@ class Server:
     def has_ended(self) -> bool:
         return self.process.poll() is not None
 
+    def ends_within(self, limit_s: float) -> bool:
+        """Whether it ends by itself; a connection may break moments before."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(limit_s)
+        return self.has_ended
+
     @property
     def text(self) -> str:
         return self.log.read_text(errors="replace")
