@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Masked scores must stay hugely negative after it, and all others well above them.
 MIN_SCALE, MAX_SCALE = 1e-6, 1e6
+MIN_SOFTCAP = 1e-3
 MAX_PARAMETER = 4096  # of a config
 MAX_WINDOW = 1 << 30  # positions and window are added in 32 bits
 
@@ -276,10 +277,11 @@ def _check_options(
             "use head_size ** -0.5",
         )
     check_window(options.sliding_window)
-    if options.softcap is not None and not 0 <= options.softcap < math.inf:
+    softcap = options.softcap
+    if softcap and not MIN_SOFTCAP <= softcap < math.inf:
         raise bad_argument(
             "softcap",
-            "None or finite and at least 0",
+            f"None, 0, or finite and at least {MIN_SOFTCAP:g}",
             options.softcap,
             "use None for no cap",
         )

@@ -118,7 +118,8 @@ def paged_attention(
     """Attend each query token to its request's paged KV cache.
 
     out[t, h] = softmax(scale * q[t, h] . K[h // num_queries_per_kv]^T) V, over the keys
-    of t's request that options let it see. Rows that see none are zero.
+    of t's request that options let it see. Rows that see none are zero. Scores are
+    taken to be finite and above -1e20: an infinite one may come out as a large one.
 
     Args:
         query: [num_tokens, num_query_heads, head_size], fp16, bf16 or fp32, last stride

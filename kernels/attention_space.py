@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The configs that attention's kernels may run with, for a problem on its device.
 
-A config never changes what is computed beyond the last bits, so every member of these
-spaces is right for every input; they differ in speed alone.
+A config never changes what is computed of finite scores beyond the last bits, so every
+member of these spaces is right for every input; they differ in speed alone.
 """
 
 from collections.abc import Iterator

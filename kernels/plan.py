@@ -519,7 +519,6 @@ def default_config(
             block_size=block_size,
             device=device,
             no_context=kind.no_context,
-            with_decodes=kind.mixed,
             # Their larger tiles cost fp16 3 % where bf16 was level (4 x 4096, H200).
             long_prompts=kind.long_prompts and dtype != torch.float16,
         ),

@@ -61,7 +61,6 @@ def default_config(
     block_size: int,
     device: DeviceInfo,
     no_context: bool = False,
-    with_decodes: bool = False,
     long_prompts: bool = False,
 ) -> KernelConfig:
     """A config that is right everywhere and sensible on the architectures we know.
@@ -73,7 +72,6 @@ def default_config(
         block_size: tokens per KV block.
         device: what the kernel will run on.
         no_context: nothing is cached; the step's own keys and values are all there is.
-        with_decodes: the step has decodes, too, whose programs share the units.
         long_prompts: nothing is cached, and prompts have thousands of tokens.
     """
     padded = triton.next_power_of_2(head_size)

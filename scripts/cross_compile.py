@@ -32,8 +32,11 @@ os.environ.pop("TRITON_INTERPRET", None)  # the interpreter compiles nothing
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from serving.options import count
+
 from portable_backend import kernels
-from portable_backend.device import DeviceInfo
+from portable_backend.device import ARCH_LIMITS, DeviceInfo
 from portable_backend.kernels import (
     AttentionOptions,
     PagedBatch,
@@ -379,19 +382,25 @@ def table(rows: list[dict[str, Any]]) -> str:
     )
 
 
+def _number(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a number from 0 on, got {text}")
+    return int(text)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--targets", nargs="+", default=list(TARGETS), metavar="ARCH")
     parser.add_argument("--shapes", choices=list(SHAPES), default="few")
     parser.add_argument(
         "--draw",
-        type=int,
+        type=_number,
         default=0,
         metavar="N",
         help="also N configs of each attention kernel, drawn from its space",
     )
     parser.add_argument("--limit-s", type=float, default=60, help="for one kernel")
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--workers", type=count, default=os.cpu_count() or 1)
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--skip", type=int, default=0, help=argparse.SUPPRESS)
@@ -400,8 +409,13 @@ def main() -> int:
         work(args.child, SHAPES[args.shapes], args.draw, args.skip)
         return 0
     targets = [target.replace("sm_", "sm") for target in args.targets]
+    known = [arch for arch in ARCH_LIMITS if arch != "interpreter"]
     for target in targets:
-        DeviceInfo.for_arch(target)
+        if target not in known:
+            parser.error(f"--targets: no {target}; known: {', '.join(known)}")
+    if args.json and not args.json.absolute().parent.is_dir():
+        folder = args.json.absolute().parent
+        parser.error(f"--json: {folder} is no folder; make it first")
     start = time.perf_counter()
     rows = compile_all(targets, args.shapes, args.limit_s, args.workers, args.draw)
     missing = {

@@ -4,7 +4,7 @@
 
     python -P scripts/end_to_end.py --json FILE
     python -P scripts/end_to_end.py --engines portable,FLASH_ATTN --workloads prefill
-    python -P scripts/end_to_end.py --geometry llama70b --tensor-parallel-size 2
+    python -P scripts/end_to_end.py --geometry llama70b-8l --tensor-parallel-size 2
 
 Random weights in the shape of 8 layers of Llama-8B, or of another geometry. Each engine
 is a process of its own, or several; all start at once, and when the last one is ready
@@ -17,7 +17,6 @@ with --limit-s. Exit code 1 if an engine fails or disagrees.
 import argparse
 import json
 import os
-import random
 import signal
 import statistics
 import subprocess
@@ -30,8 +29,13 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
+import torch
+
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from serve_check import GEOMETRIES, write_config
+from serving.models import GEOMETRIES, write_config
+from serving.options import count, names_in, seconds
+from serving.turns import same_shares, turns_of_round
+from serving.workloads import TINY, WORKLOADS
 
 
 @dataclass(frozen=True)
@@ -53,51 +57,6 @@ ENGINES = {
 DEFAULT_ENGINES = "portable,portable, norm off,FLASH_ATTN,TRITON_ATTN"
 
 
-@dataclass(frozen=True)
-class Workload:
-    """Requests given to the engine together.
-
-    Attributes:
-        count: requests.
-        prompt: tokens of each prompt, or the least and most.
-        output: tokens of each answer, or the least and most.
-        counted: "all" tokens, or those of the "output".
-    """
-
-    count: int
-    prompt: tuple[int, int]
-    output: tuple[int, int]
-    counted: str = "all"
-
-    def requests(self, vocab_size: int) -> list[tuple[list[int], int]]:
-        """(prompt, output length), the same in every engine."""
-        rng = random.Random(str(self))
-        return [
-            (
-                [
-                    rng.randrange(2, vocab_size)
-                    for _ in range(rng.randint(*self.prompt))
-                ],
-                rng.randint(*self.output),
-            )
-            for _ in range(self.count)
-        ]
-
-
-WORKLOADS = {
-    "prefill": Workload(4, (32768, 32768), (1, 1)),
-    "batch": Workload(256, (1024, 1024), (128, 128)),
-    "long": Workload(1, (32768, 32768), (128, 128), "output"),
-    "mixed": Workload(64, (16, 8192), (16, 256)),
-}
-TINY = {
-    "prefill": Workload(2, (64, 64), (1, 1)),
-    "batch": Workload(3, (16, 16), (3, 3)),
-    "long": Workload(1, (80, 80), (3, 3), "output"),
-    "mixed": Workload(3, (1, 40), (1, 4)),
-}
-
-
 def run_engine(args: argparse.Namespace, parent: Connection) -> None:
     """Start one engine, say so, and run each workload whose name comes."""
     engine = ENGINES[args.one]
@@ -106,7 +65,7 @@ def run_engine(args: argparse.Namespace, parent: Connection) -> None:
 
     tiny = args.geometry == "tiny"
     chosen = {name: (TINY if tiny else WORKLOADS)[name] for name in args.workloads}
-    longest = max(w.prompt[1] + w.output[1] for w in chosen.values()) + 1
+    longest = max(w.longest for w in chosen.values()) + 1
     options: dict[str, Any] = {"max_model_len": longest}
     if args.kv_cache_gib:
         # vLLM starts only where that share of the memory is free, whatever it needs.
@@ -139,10 +98,7 @@ def run_engine(args: argparse.Namespace, parent: Connection) -> None:
             )
             for _, n in requests
         ]  # fmt: skip
-        tokens = sum(n for _, n in requests)
-        if workload.counted == "all":
-            tokens += sum(len(prompt) for prompt, _ in requests)
-        prepared[name] = (prompts, params, tokens)
+        prepared[name] = (prompts, params, workload.num_tokens(requests))
     parent.send({"start_s": start_s})
     while name := parent.recv():  # until it is ended
         prompts, params, tokens = prepared[name]
@@ -283,39 +239,32 @@ def take_turns(
         began = time.monotonic()
         if number > 1 and began + longest > end:
             return
-        first = number % len(names)
-        for workload in workloads:
-            for name in names[first:] + names[:first]:
-                child = children[name]
-                if child.failed:
-                    continue
-                answer = child.run(workload, end)
-                if answer is None:
-                    if time.monotonic() >= end:
-                        return  # the others are not to blame
-                    continue
-                if number == 0:
-                    child.result["first_tokens"][workload] = answer["first"]
-                else:
-                    times = child.result["times"].setdefault(workload, [])
-                    times.append(answer["rate"])
+        for name, workload in turns_of_round(number, names, workloads):
+            child = children[name]
+            if child.failed:
+                continue
+            answer = child.run(workload, end)
+            if answer is None:
+                if time.monotonic() >= end:
+                    return  # the others are not to blame
+                continue
+            if number == 0:
+                child.result["first_tokens"][workload] = answer["first"]
+            else:
+                times = child.result["times"].setdefault(workload, [])
+                times.append(answer["rate"])
         longest = max(longest, time.monotonic() - began)
 
 
 def agreement(results: dict[str, dict[str, Any]], name: str) -> dict[str, float]:
     """Share of first tokens equal to the first good engine's, of each other engine."""
-    good = {
-        engine: result["first_tokens"].get(name)
-        for engine, result in results.items()
-        if "failed" not in result
-    }
-    reference = next(iter(good.values()), None)
-    if not reference:
-        return {}
-    return {
-        engine: statistics.fmean(a == b for a, b in zip(tokens, reference, strict=True))
-        for engine, tokens in good.items()
-    }
+    return same_shares(
+        {
+            engine: result["first_tokens"].get(name)
+            for engine, result in results.items()
+            if "failed" not in result
+        }
+    )
 
 
 def report(results: dict[str, dict[str, Any]], workloads: list[str]) -> bool:
@@ -350,41 +299,6 @@ def report(results: dict[str, dict[str, Any]], workloads: list[str]) -> bool:
     return fine
 
 
-def names_in(text: str, known: dict[str, Any], what: str) -> list[str]:
-    """Split a list whose members may hold commas themselves."""
-    left, found = text, []
-    while left:
-        name = max((k for k in known if left.startswith(k)), key=len, default=None)
-        if name is None or left[len(name) :][:1] not in ("", ","):
-            raise SystemExit(
-                f"{what}: expected some of {'; '.join(known)}, got {left!r}; "
-                "separate them by commas"
-            )
-        if name in found:
-            raise SystemExit(f"{what}: {name} is there twice; name each once")
-        found.append(name)
-        left = left[len(name) + 1 :]
-    if not found:
-        raise SystemExit(f"{what}: expected some of {'; '.join(known)}, got none")
-    return found
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a number from 1 on, got {text}")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be seconds, more than 0, got {text}")
-    return value
-
-
 # What `run_engine` passes itself.
 _OURS = (
     "model", "load_format", "skip_tokenizer_init", "attention_backend", "seed",
@@ -409,10 +323,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engines", default=DEFAULT_ENGINES)
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
-    parser.add_argument("--rounds", type=_count, default=5, help="timed ones, at most")
-    parser.add_argument("--geometry", choices=list(GEOMETRIES), default="llama8b")
+    parser.add_argument("--rounds", type=count, default=5, help="timed ones, at most")
+    parser.add_argument("--geometry", choices=list(GEOMETRIES), default="llama8b-8l")
     parser.add_argument(
-        "--tensor-parallel-size", type=_count, default=1, help="GPUs of each engine"
+        "--tensor-parallel-size", type=count, default=1, help="GPUs of each engine"
     )
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.7)
     parser.add_argument(
@@ -428,7 +342,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         type=_options,
         help="further ones, as a JSON object; not those that this script sets",
     )
-    parser.add_argument("--limit-s", type=_seconds, default=600)
+    parser.add_argument("--limit-s", type=seconds, default=600)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--logs", type=Path, help="folder for the engines' output")
     for hidden in ("--one", "--model", "--pipe"):
@@ -450,6 +364,8 @@ def main() -> int:
     if args.one:
         run_engine(args, Connection(int(args.pipe)))
         return 0
+    if args.geometry != "tiny" and not torch.cuda.is_available():
+        sys.exit("torch finds no GPU; --geometry tiny runs without one")
     # As Ctrl-C: engines end, and what was measured is told.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if args.logs:

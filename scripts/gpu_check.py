@@ -326,8 +326,9 @@ class Runner:
     def anchor(self) -> None:
         """An attention benchmark that finds our kernels as module portable_call."""
         script = self.args.anchor_script
-        if script is None:
-            self.add("anchor", "setup", False, "give --anchor-script")
+        if script is None or not script.is_file():
+            what = "give --anchor-script" if script is None else f"no file {script}"
+            self.add("anchor", "setup", False, what)
             return
         path = os.pathsep.join(
             filter(None, [str(SCRIPTS), os.environ.get("PYTHONPATH")])
@@ -406,7 +407,7 @@ def parse() -> argparse.Namespace:
     add("--kv-cache-mib", type=int, default=4096)
     add("--requests", type=int, default=200)
     add("--longest", type=int, default=8000)
-    add("--geometry", default="llama8b")
+    add("--geometry", default="llama8b-8l")
     add("--serve-limit-s", type=float, default=300)
     add("--serve-options", type=shlex.split, default=["--max-model-len", "9216"])
     add("--anchor-script", type=Path)

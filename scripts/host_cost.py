@@ -454,6 +454,8 @@ def main() -> int:
     add("--json", type=argparse.FileType("w"), help="write the numbers there too")
     args = parser.parse_args()
     small = interpreting()
+    if not small and not torch.cuda.is_available():
+        parser.error("torch finds no GPU; set TRITON_INTERPRET=1 to try it without one")
     device = torch.device("cpu" if small else "cuda:0")
     info = DeviceInfo.detect(device)
     torch.manual_seed(0)

@@ -11,109 +11,22 @@ import argparse
 import contextlib
 import json
 import math
-import os
 import random
 import re
-import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-GEOMETRIES = {
-    "llama8b": {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "num_hidden_layers": 8,
-        "vocab_size": 128256,
-        "max_position_embeddings": 131072,
-    },
-    "llama70b": {
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "num_hidden_layers": 8,
-        "vocab_size": 128256,
-        "max_position_embeddings": 131072,
-    },
-    "small": {
-        "hidden_size": 2048,
-        "intermediate_size": 4096,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "num_hidden_layers": 4,
-        "vocab_size": 8192,
-        "max_position_embeddings": 8192,
-    },
-    "tiny": {
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "num_hidden_layers": 2,
-        "vocab_size": 512,
-        "max_position_embeddings": 2048,
-    },
-}
-# The API server may live on for a while.
-ENGINE_FAILED = "Engine core initialization failed"
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from serving.models import GEOMETRIES, write_config
+from serving.server import Server, post
+
 JIT_WARNING = re.compile(r"(compilation|autotun\w*) during inference: ", re.I)
-
-
-def write_config(folder: Path, geometry: str) -> None:
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-    }
-    text = json.dumps(config | GEOMETRIES[geometry], indent=1)
-    (folder / "config.json").write_text(text)
-
-
-@dataclass(frozen=True)
-class Server:
-    """A running server.
-
-    Attributes:
-        url: its address.
-        process: of the API server; it leads a process group of its own.
-        log: its output.
-        start_s: from the process's start to the first answer of /health.
-        ready_at: Unix time of that answer.
-    """
-
-    url: str
-    process: "subprocess.Popen[bytes]"
-    log: Path
-    start_s: float
-    ready_at: float
-
-    @property
-    def text(self) -> str:
-        return self.log.read_text(errors="replace")
-
-    def is_alive(self) -> bool:
-        return self.process.poll() is None
 
 
 @contextlib.contextmanager
@@ -141,89 +54,24 @@ def served(
         environment: variables added to this process's.
 
     Raises:
-        RuntimeError: it did not start; the message tells its last lines, too.
+        ServerError: it did not start; the message tells its last lines, too.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
-    command += ["--host", "127.0.0.1", "--port", str(port)]
-    command += ["--attention-backend", backend]
-    command += ["--load-format", "dummy", "--skip-tokenizer-init"]
-    command += ["--jit-monitor-mode", monitor]
-    command += ["--worker-extension-cls", extension, *options]
-    variables = os.environ | {
+    ours = ["--attention-backend", backend]
+    ours += ["--load-format", "dummy", "--skip-tokenizer-init"]
+    ours += ["--jit-monitor-mode", monitor]
+    ours += ["--worker-extension-cls", extension]
+    variables = {
         "VLLM_SERVER_DEV_MODE": "1",  # opens /collective_rpc, for the launch counts
-        "VLLM_NO_USAGE_STATS": "1",
         "VLLM_COMPUTE_NANS_IN_LOGITS": "1",
         "HF_HUB_OFFLINE": "1",
-        # In the checkout's root its folders would hide the installed package.
-        "PYTHONSAFEPATH": "1",
         **(environment or {}),
     }
-    started = time.monotonic()
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            command,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env=variables,
-            process_group=0,
-        )
-    url = f"http://127.0.0.1:{port}"
+    server = Server(str(model), [*ours, *options], variables, log)
     try:
-        while True:
-            text = log.read_text(errors="replace")
-            is_late = time.monotonic() - started > limit_s
-            if is_late or process.poll() is not None or ENGINE_FAILED in text:
-                tail = "\n".join(text.splitlines()[-25:])
-                why = f" within {limit_s:.0f} s" if is_late else ""
-                raise RuntimeError(f"{tail}\nthe server did not start{why}")
-            try:
-                with urllib.request.urlopen(f"{url}/health", timeout=5):
-                    break
-            except OSError:
-                time.sleep(0.1)
-        yield Server(url, process, log, time.monotonic() - started, time.time())
+        server.wait_ready(limit_s)
+        yield server
     finally:
-        _stop(process)
-
-
-def _stop(process: "subprocess.Popen[bytes]") -> None:
-    """End a server; when this returns, its engine has left the GPU, too."""
-    for sent in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, sent)
-        end = time.monotonic() + 20
-        while time.monotonic() < end:
-            if process.poll() is not None and not members("pgrp", process.pid):
-                return
-            time.sleep(0.1)
-
-
-def members(kind: str, number: int) -> list[int]:
-    """Living processes of a process group ("pgrp") or of a session ("session")."""
-    place = {"pgrp": 2, "session": 3}[kind]
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            # What comes first, the command's name, may hold anything.
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
-        except OSError:  # gone meanwhile
-            continue
-        if int(fields[place]) == number and fields[0] not in ("Z", "X"):
-            found.append(int(folder.name))
-    return found
-
-
-def post(url: str, body: dict[str, Any], timeout_s: float) -> Any:
-    request = urllib.request.Request(
-        url,
-        data=json.dumps(body).encode(),
-        headers={"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=timeout_s) as response:
-        return json.load(response)
+        server.stop()
 
 
 def draw_requests(
@@ -331,7 +179,7 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--geometry", choices=list(GEOMETRIES), default="llama8b")
+    parser.add_argument("--geometry", choices=list(GEOMETRIES), default="llama8b-8l")
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--longest", type=int, default=8000, help="prompt tokens")
     parser.add_argument("--concurrency", type=int, default=32)

@@ -37,7 +37,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import startup_background
 import startup_parts
-from serve_check import members
+from serving.server import members
 from startup_run import FULL, QUICK, Run, Scale
 from startup_table import (
     Row,

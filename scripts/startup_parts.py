@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_check import NGRAM
-from serve_check import GEOMETRIES
+from serving.models import GEOMETRIES
 from startup_requests import Wave, draw_plan, send_plan
 from startup_run import Run, asked, compilations, told, used_mib
 
@@ -125,13 +125,13 @@ def _serve_plan(
             answers = send_plan(
                 server.url,
                 waves,
-                is_alive=server.is_alive,
+                is_alive=lambda: not server.has_ended,
                 limit_s=run.left_s - 20,
                 on_wave=lambda answers: run.save(name, cut | asdict(answers)),
             )
             found |= asdict(answers)
             found["load_s"] = round(time.monotonic() - began, 1)
-            if server.is_alive():
+            if not server.has_ended:
                 found |= asked(server)
             else:
                 found["failed"] = f"the server ended: exit code {server.process.poll()}"
@@ -212,7 +212,10 @@ def _serve_some(run: Run, name: str, environment: Mapping[str, str]) -> dict[str
             waves = _plan(run, share=run.scale.share / 20, most=16)
             found |= asdict(
                 send_plan(
-                    server.url, waves, is_alive=server.is_alive, limit_s=run.left_s - 20
+                    server.url,
+                    waves,
+                    is_alive=lambda: not server.has_ended,
+                    limit_s=run.left_s - 20,
                 )
             )
             found |= asked(server)

@@ -62,7 +62,7 @@ class Scale:
         idle_s: in which an engine that has nothing to do tunes.
     """
 
-    geometry: str = "llama8b"
+    geometry: str = "llama8b-8l"
     longest: int = 30000
     batch_sizes: tuple[int, ...] = (1, 15, 16, 17, 255, 256)
     share: float = 1.0

@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import end_to_end
 import same_tokens
 from gpu_check import Job
-from serve_check import GEOMETRIES, write_config
+from serving.models import GEOMETRIES, write_config
 from tensor_parallel_engine import write_weights
 from tensor_parallel_runs import (
     RUNS_OF_PART,
@@ -367,7 +367,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     contest("--engines", default="portable,FLASH_ATTN,TRITON_ATTN")
     contest("--workloads", default=",".join(end_to_end.WORKLOADS))
     contest("--rounds", type=int, default=3)
-    contest("--throughput-geometry", choices=list(GEOMETRIES), default="llama70b")
+    contest("--throughput-geometry", choices=list(GEOMETRIES), default="llama70b-8l")
     contest("--kv-cache-gib", type=float, default=8)
     contest("--throughput-options", default="{}", help="as --llm-options")
     args = parser.parse_args(argv)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from serve_check import GEOMETRIES
+from serving.models import GEOMETRIES
 from tensor_parallel_engine import prompts
 
 SCRIPTS = Path(__file__).resolve().parent

@@ -214,6 +214,10 @@ ATTENTION = {
     "window is zero": (options(sliding_window=0), ("sliding_window", "0", "None")),
     # vLLM passes (-1, -1) or window - 1 in places: never taken as "no window".
     "window is -1": (options(sliding_window=-1), ("sliding_window", "-1", "None")),
+    "softcap is next to nothing": (
+        options(softcap=1e-320),
+        ("softcap", "1e-320", "None"),
+    ),
     "softcap is negative": (options(softcap=-5.0), ("softcap", "-5.0", "None")),
     "too few slopes": (
         options(alibi_slopes=lambda d: torch.ones(2, device=d)),

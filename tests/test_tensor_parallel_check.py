@@ -382,7 +382,7 @@ def test_tuning_that_fails_is_told_with_its_last_line(this, check, monkeypatch):
 
 def test_the_contest_is_end_to_end_s_with_more_gpus(this, check, tmp_path):
     contest = check.contest_args(this.args, tmp_path)
-    assert contest.tensor_parallel_size == 2 and contest.geometry == "llama70b"
+    assert contest.tensor_parallel_size == 2 and contest.geometry == "llama70b-8l"
     assert contest.engines == ["portable", "FLASH_ATTN", "TRITON_ATTN"]
     assert contest.workloads == list(check.end_to_end.WORKLOADS)
 

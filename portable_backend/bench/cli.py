@@ -6,6 +6,7 @@ Exit code 0: all rows right; 1: ours was wrong or failed in some row; 2: usage.
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
@@ -48,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rows", default="", help="only rows whose label contains this text")
     add("--impls", help=f"comma list of {', '.join(NAMES)} (default: the usual ones)")
     add("--rounds", type=_positive, default=12, help="timed turns of about 10 ms each")
-    add("--budget-s", type=float, help="start no row after this many seconds")
+    add("--budget-s", type=_seconds, help="start no row after this many seconds")
     add("--json", type=Path, metavar="FILE", help="write all figures there")
     add("--markdown", type=Path, metavar="FILE", help="write tables there")
     add("--device", default="cuda", help="cuda, cuda:N, or cpu: tiny and not timed")
@@ -57,6 +58,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--all", action="store_true", help="geometries at both block sizes")
     add("--list", action="store_true", help="print the labels and stop")
     add("--commit", help="for the header, where git cannot tell")
+
+
+def _seconds(text: str) -> float:
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"must be finite and above 0, got {text}")
+    return number
 
 
 def _positive(text: str) -> int:

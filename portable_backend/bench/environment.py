@@ -16,7 +16,11 @@ PACKAGES = ("torch", "triton", "vllm", "portable-backend")
 
 
 def describe(
-    device: torch.device, arguments: list[str], commit: str | None = None
+    device: torch.device,
+    arguments: list[str],
+    commit: str | None = None,
+    *,
+    source: str = __file__,
 ) -> dict[str, str]:
     """Date, GPU, driver, versions, commit and command, as text.
 
@@ -24,12 +28,12 @@ def describe(
         device: that the run uses.
         arguments: of the command line.
         commit: where the package does not lie in its repository; else found out.
+        source: a file of the repository whose commit counts.
     """
     gpu, driver = f"none, {platform.machine()} CPU in Triton's interpreter", ""
     if device.type == "cuda":
         gpu = torch.cuda.get_device_name(device)
-        driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv")
-        driver = driver.splitlines()[-1] if driver else ""
+        driver = _amd_driver() if torch.version.hip else _nvidia_driver()
     versions = [f"Python {platform.python_version()}"]
     versions += [f"{name} {_version(name)}" for name in PACKAGES]
     if torch.version.cuda or torch.version.hip:
@@ -43,7 +47,7 @@ def describe(
         "gpu": gpu,
         "driver": driver,
         "versions": ", ".join(versions),
-        "commit": commit or _commit(),
+        "commit": commit or _commit(Path(source).resolve()),
         "command": shlex.join(["python", "-m", "portable_backend.bench", *arguments]),
     }
     return {name: text for name, text in header.items() if text}
@@ -60,9 +64,22 @@ def _version(package: str) -> str:
     return "not installed"
 
 
-def _commit() -> str:
-    """The commit this file belongs to, if it lies in a repository that tracks it."""
-    here = Path(__file__).resolve()
+def _nvidia_driver() -> str:
+    told = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv")
+    return told.splitlines()[-1] if told else ""
+
+
+def _amd_driver() -> str:
+    """The module's version; one that came with the kernel has none of its own."""
+    try:
+        version = Path("/sys/module/amdgpu/version").read_text().strip()
+    except OSError:
+        version = f"of Linux {platform.release()}"
+    return f"amdgpu {version}"
+
+
+def _commit(here: Path) -> str:
+    """The commit that `here` belongs to, if it lies in a repository that tracks it."""
     git = ["git", "-C", str(here.parent)]
     if not _output(*git, "ls-files", here.name):
         return ""

@@ -7,7 +7,6 @@ which neither overflows nor changes the time.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,7 +15,12 @@ import torch
 from portable_backend.bench.inputs import DTYPES
 from portable_backend.bench.results import COPY, ERROR_LIMITS, OURS, Job, Row
 from portable_backend.bench.settings import Settings
-from portable_backend.bench.shapes import NORM_SIZES, NORM_TOKENS, TINY_NORM
+from portable_backend.bench.shapes import (
+    NORM_SIZES,
+    NORM_TOKENS,
+    TINY_NORM,
+    NormShape,
+)
 from portable_backend.bench.timing import (
     Contestant,
     num_copies,
@@ -62,15 +66,15 @@ def _any_number(buffers: Buffers) -> Buffers:
     return buffers
 
 
-_compiled_now: dict[tuple[bool, int], Callable[..., Any]] = {}
+_compiled_now: dict[tuple[bool, int, torch.dtype], Callable[..., Any]] = {}
 
 
 def _compiled(fused: bool, weight: torch.Tensor) -> Callable[..., Any]:
-    """The compiled formula of one row size; another size starts with clean caches.
+    """The compiled formula of one row size and dtype; others start with clean caches.
 
     Else torch would make the row size dynamic too, and give up after eight of them.
     """
-    key = (fused, weight.shape[0])
+    key = (fused, weight.shape[0], weight.dtype)
     if key not in _compiled_now:
         torch._dynamo.reset()
         _compiled_now.clear()
@@ -101,30 +105,6 @@ def _plain_fused(
 
 
 IMPLEMENTATIONS = {"vllm": vllm, "torch_compile": torch_compile, OURS: portable}
-
-
-@dataclass(frozen=True)
-class NormShape:
-    fused: bool
-    num_tokens: int
-    row_size: int
-    dtype: str = "bf16"
-
-    @property
-    def name(self) -> str:
-        return "add and norm" if self.fused else "norm"
-
-    @property
-    def fields(self) -> dict[str, str | int]:
-        sizes = {"tokens": self.num_tokens, "row_size": self.row_size}
-        return {**sizes, "dtype": self.dtype}
-
-    @property
-    def num_bytes(self) -> int:
-        """x and out, and the residual read and written in the fused form."""
-        size = 4 if self.dtype == "fp32" else 2
-        passes = 4 if self.fused else 2
-        return passes * size * self.num_tokens * self.row_size
 
 
 def jobs(settings: Settings) -> Iterator[Job]:

@@ -76,12 +76,14 @@ class AttentionShape:
         return size * self.head_size * rows
 
 
-def _prefill(num_seqs: int, length: int, group: str = "prefill") -> AttentionShape:
+def prefill(num_seqs: int, length: int, group: str = "prefill") -> AttentionShape:
+    """A step of `num_seqs` whole prompts."""
     lengths = (length,) * num_seqs
     return AttentionShape(f"prefill {num_seqs}x{length}", group, lengths, lengths)
 
 
-def _chunk(query_len: int, context_len: int) -> AttentionShape:
+def chunk(query_len: int, context_len: int) -> AttentionShape:
+    """A step that continues one prompt."""
     return AttentionShape(
         f"chunk of {query_len} after {context_len}",
         "chunk",
@@ -90,14 +92,16 @@ def _chunk(query_len: int, context_len: int) -> AttentionShape:
     )
 
 
-def _decode(num_seqs: int, seq_len: int, query_len: int = 1) -> AttentionShape:
+def decode(num_seqs: int, seq_len: int, query_len: int = 1) -> AttentionShape:
+    """A step of requests with one new token each, or `query_len` to verify."""
     name, group = f"decode {num_seqs}x{seq_len}", "decode"
     if query_len > 1:
         name, group = f"verify {num_seqs}x{query_len} at {seq_len}", "verify"
     return AttentionShape(name, group, (query_len,) * num_seqs, (seq_len,) * num_seqs)
 
 
-def _mixed(num_decodes: int, length: int) -> AttentionShape:
+def mixed(num_decodes: int, length: int) -> AttentionShape:
+    """A step of decodes beside one prompt, all of one length."""
     return AttentionShape(
         f"{num_decodes} decodes and a prefill of {length}",
         "mixed",
@@ -109,19 +113,19 @@ def _mixed(num_decodes: int, length: int) -> AttentionShape:
 def attention_shapes(tiny: bool = False) -> list[AttentionShape]:
     """The suite `attention`: steps of an 8B model, and a few beside them."""
     if tiny:
-        return [_tiny(shape) for shape in (_prefill(2, 20), _mixed(2, 37))]
+        return [_tiny(shape) for shape in (prefill(2, 20), mixed(2, 37))]
     name = f"decode of {len(MIXED_LENGTHS)} lengths to {MIXED_LENGTHS[-1]}"
     ones = (1,) * len(MIXED_LENGTHS)
     shapes = [
-        *(_prefill(*x) for x in ((32, 512), (8, 2048), (2, 8192), (1, 16384))),
-        _chunk(2048, 30720),
-        *(_decode(*x) for x in ((1, 4096), (1, 32768), (1, 131072), (8, 8192))),
-        *(_decode(*x) for x in ((32, 4096), (64, 2048), (128, 1024), (256, 4096))),
+        *(prefill(*x) for x in ((32, 512), (8, 2048), (2, 8192), (1, 16384))),
+        chunk(2048, 30720),
+        *(decode(*x) for x in ((1, 4096), (1, 32768), (1, 131072), (8, 8192))),
+        *(decode(*x) for x in ((32, 4096), (64, 2048), (128, 1024), (256, 4096))),
         AttentionShape(name, "decode", ones, MIXED_LENGTHS),
-        _mixed(63, 2048),
-        replace(_decode(32, 8192), heads=(8, 1)),
-        replace(_prefill(2, 4096), heads=(16, 8), head_size=256),
-        _decode(64, 2048, query_len=4),
+        mixed(63, 2048),
+        replace(decode(32, 8192), heads=(8, 1)),
+        replace(prefill(2, 4096), heads=(16, 8), head_size=256),
+        decode(64, 2048, query_len=4),
     ]
     return [replace(s, block_size=size) for size in BLOCK_SIZES for s in shapes]
 
@@ -145,13 +149,13 @@ def geometry_shapes(tiny: bool = False, every: bool = False) -> list[AttentionSh
         every: also at the smaller block size.
     """
     if tiny:
-        return [_tiny(_decode(2, 33), heads=heads) for heads in ((4, 4), (6, 1))]
-    shapes = (_prefill(4, 3000), _chunk(1000, 9000), _decode(48, 3333))
+        return [_tiny(decode(2, 33), heads=heads) for heads in ((4, 4), (6, 1))]
+    shapes = (prefill(4, 3000), chunk(1000, 9000), decode(48, 3333))
     return [
         replace(shape, heads=heads, head_size=head_size, block_size=block_size)
         for block_size in (BLOCK_SIZES if every else BLOCK_SIZES[-1:])
         for heads, head_size in GEOMETRIES
-        for shape in (*shapes, _decode(3, 50001))
+        for shape in (*shapes, decode(3, 50001))
     ]
 
 
@@ -160,29 +164,28 @@ def feature_shapes(tiny: bool = False) -> list[AttentionShape]:
     if tiny:
         return [
             shape
-            for shape in _with_features(_tiny(_decode(2, 33)))
+            for shape in _with_features(_tiny(decode(2, 33)))
             if shape.dtype == "fp32"
         ]
     shapes = []
     window = 4096
     # A window over a long context against a context that is no longer than it.
     for long, short in (
-        (_decode(1, 131072), _decode(1, window)),
-        (_decode(8, 131072), _decode(8, window)),
-        (_chunk(2048, 131072 - 2048), _chunk(2048, window - 2048)),
+        (decode(1, 131072), decode(1, window)),
+        (decode(8, 131072), decode(8, window)),
+        (chunk(2048, 131072 - 2048), chunk(2048, window - 2048)),
     ):
         shapes += [short, _feature(long, short, "window", sliding_window=window)]
-    for plain in (_prefill(2, 8192), _decode(32, 4096)):
+    for plain in (prefill(2, 8192), decode(32, 4096)):
         shapes += _with_features(plain)
     return shapes
 
 
 def host_shapes(tiny: bool = False) -> tuple[AttentionShape, AttentionShape]:
     """A decode and a prefill whose calls the device finishes before the host."""
-    decode, prefill = _decode(8, 1024), _prefill(2, 1024)
     if tiny:
-        return _tiny(_decode(2, 33)), _tiny(_prefill(2, 20))
-    return decode, prefill
+        return _tiny(decode(2, 33)), _tiny(prefill(2, 20))
+    return decode(8, 1024), prefill(2, 1024)
 
 
 def _with_features(plain: AttentionShape) -> list[AttentionShape]:
@@ -206,6 +209,37 @@ def _tiny(shape: AttentionShape, **changes: object) -> AttentionShape:
     """A shape for the interpreter, in fp32, since it only emulates bf16."""
     small = {"heads": (4, 2), "head_size": 32, "block_size": 16, "dtype": "fp32"}
     return replace(shape, **(small | changes))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class NormShape:
+    """One RMSNorm, or with `fused` the residual added first.
+
+    Attributes:
+        num_tokens, row_size: of the input.
+        dtype: bf16, fp16 or fp32.
+    """
+
+    fused: bool
+    num_tokens: int
+    row_size: int
+    dtype: str = "bf16"
+
+    @property
+    def name(self) -> str:
+        return "add and norm" if self.fused else "norm"
+
+    @property
+    def fields(self) -> dict[str, str | int]:
+        sizes = {"tokens": self.num_tokens, "row_size": self.row_size}
+        return {**sizes, "dtype": self.dtype}
+
+    @property
+    def num_bytes(self) -> int:
+        """x and out, and the residual read and written in the fused form."""
+        size = 4 if self.dtype == "fp32" else 2
+        passes = 4 if self.fused else 2
+        return passes * size * self.num_tokens * self.row_size
 
 
 NORM_TOKENS: tuple[int, ...] = (1, 16, 256, 4096, 16384)
