@@ -10,6 +10,8 @@ Source: split KV after Flash-Decoding (Dao et al., 2023); online softmax after
 FlashAttention-2 (Dao, 2023); paging after Kwon et al. (2023).
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -79,43 +81,21 @@ def default_config(
             num_stages=1,
         )
     padded = triton.next_power_of_2(head_size)
-    block_n, num_stages, ctas = (64 if padded <= 128 else 32), 3, 2
-    num_warps = 4
-    load, merge, early = "pointer", "kernel", False
-    if element_size == 4:
-        block_n = 16 if padded >= 128 else 32  # fp32 dots run unrolled on plain ALUs
+    if element_size == 4:  # dots run unrolled on plain ALUs
+        fast = _Fast(16 if padded >= 128 else 32)
     elif device.platform == "hip":
-        block_n = 32 if device.arch == "gfx1100" else 64
+        fast = _Fast(32 if device.arch == "gfx1100" else 64)
     elif device.arch == "sm90":
-        # Programs that all run at once want deep pipelines, since little else hides the
-        # latency; where more are waiting, many in residence with shallow ones. For a
-        # launch that begins early a unit must have room for as many as were planned,
-        # and no more: else units that are free first get more than their share.
-        few = 2 * num_programs <= device.num_units and not with_prefill
-        some = num_programs <= device.num_units and not with_prefill
-        many = num_programs > 2 * device.num_units or with_prefill
-        early = many or padded <= 128
-        # Few are cut into many parts, which one program alone merges in 3 us. Outside
-        # graphs a second launch costs the host more.
-        merge = "captured" if few else "last"
-        if padded > 128:
-            pass
-        elif few and padded == 128 and block_size % block_n == 0 and not has_window:
-            load, num_stages, ctas = "descriptor", 4, 1
-        elif few and padded == 128:
-            block_n, num_warps, num_stages, ctas = 128, 8, 3, 1
-        elif few:
-            num_stages, ctas = 4, 2
-        elif some:
-            # Whole requests, or halves of them, would leave up to a half idle.
-            num_stages, ctas = 3, 3
-        elif many:
-            num_stages, ctas = 2, 6
-            if with_prefill and block_size % block_n == 0:
-                load = "descriptor"
-        else:
-            block_n = 64 if padded == 128 else 128
-            num_stages, ctas = 4, 2
+        fast = _fast_on_sm90(
+            head_size=head_size,
+            block_size=block_size,
+            programs_per_unit=num_programs / device.num_units,
+            with_prefill=with_prefill,
+            has_window=has_window,
+        )
+    else:
+        fast = _Fast(64 if padded <= 128 else 32)
+    block_n, num_stages, ctas = fast.block_n, fast.num_stages, fast.ctas
     if device.platform == "hip":
         num_stages = 1
     # Two programs per unit keep enough bytes in flight; both must fit. All stages but
@@ -133,15 +113,84 @@ def default_config(
             break
     return KernelConfig.of(
         BLOCK_N=block_n,
-        LOAD=load,
+        LOAD=fast.load,
         CTAS_PER_UNIT=ctas,
         MIN_CHUNK=1 if block_n == 128 else 2,
-        MERGE=merge,
-        num_warps=num_warps,
+        MERGE=fast.merge,
+        num_warps=fast.num_warps,
         num_stages=num_stages,
         matrix_instr_nonkdim=16,
-        launch_pdl=early or None,
+        launch_pdl=fast.early or None,
     )
+
+
+class _Fast(NamedTuple):
+    """What depends on architecture, head size and number of programs."""
+
+    block_n: int = 64
+    num_stages: int = 3
+    ctas: int = 2
+    load: str = "pointer"
+    merge: str = "kernel"
+    num_warps: int = 4
+    early: bool = False
+
+
+def _fast_on_sm90(
+    *,
+    head_size: int,
+    block_size: int,
+    programs_per_unit: float,
+    with_prefill: bool,
+    has_window: bool,
+) -> _Fast:
+    """The fastest in sweeps on an H200, nearly; docs/kernels.md has the numbers.
+
+    Programs that all run at once want deep pipelines, since little else hides the
+    latency; where more are waiting, many in residence with shallow ones. For a launch
+    that begins early a unit must have room for as many as were planned, and no more:
+    else units that are free first get more than their share.
+
+    A kernel merges parts in less time than the program that is last: alone it needs 3
+    us for many, and registers, with them room for others. Outside graphs a second
+    launch costs the host more.
+    """
+    padded = triton.next_power_of_2(head_size)
+    few = programs_per_unit <= 1 / 2 and not with_prefill
+    # Three a unit cut each request in two parts at least, of equal length; whole
+    # requests, or halves, would leave up to a half idle.
+    some = programs_per_unit <= 3 / 2 and not with_prefill
+    many = programs_per_unit > 2 or with_prefill
+    fits = block_size % 64 == 0  # a descriptor's tile of 64 keys
+    load = "descriptor" if fits and not has_window else "pointer"
+    if padded > 128:
+        if some and not few:
+            block_n = 64 if load == "descriptor" else 32
+            return _Fast(block_n, 2, 3, load, "captured", early=True)
+        merge = "last" if with_prefill else "captured"
+        return _Fast(32, 3, 2, merge=merge, early=many)
+    if with_prefill:
+        load = "descriptor" if fits else "pointer"
+        return _Fast(64, 2, 6, load, "last", early=True)
+    if head_size < padded == 128:
+        # Rows that end within 128 bytes are fetched more slowly, which more programs
+        # make up for.
+        if programs_per_unit > 8:
+            return _Fast(64, 3, 6, merge="last", early=True)
+        num_stages, ctas = (3, 2) if few else (2, 4)
+        return _Fast(64, num_stages, ctas, load, "captured", early=True)
+    if few and padded == 128:
+        if load == "descriptor":
+            return _Fast(64, 4, 1, load, "captured", early=True)
+        return _Fast(128, 3, 1, load, "captured", num_warps=8, early=True)
+    if few:
+        return _Fast(64, 4, 2, merge="captured", early=True)
+    if some:
+        load = load if padded == 128 else "pointer"
+        return _Fast(64, 3, 3, load, "captured", early=True)
+    if many:
+        return _Fast(64, 2, 6, merge="last", early=True)
+    return _Fast(64 if padded == 128 else 128, 4, 2, merge="last", early=True)
 
 
 def shared_elements(block_n: int, padded: int, num_stages: int) -> int:

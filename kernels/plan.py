@@ -55,12 +55,31 @@ HEAD_SIZES = (32, 256)  # smallest, largest
 LONG_PROMPT = 4096
 
 
+def decode_batch(num_decodes: int) -> int:
+    """A number of requests, rounded up: what configs of decode are told apart by.
+
+    To a power of two or, from 24 on, three quarters of one: 17 to 24 requests with 8 KV
+    heads must be cut to fill an H200, 25 to 32 must not.
+    """
+    power = 1 << max(num_decodes - 1, 0).bit_length()
+    between = power * 3 // 4
+    return between if power >= 32 and num_decodes <= between else power
+
+
+def decode_batches(max_num_seqs: int) -> list[int]:
+    """Every result of `decode_batch` for 1 to max_num_seqs requests, ascending."""
+    sizes = [1]
+    while sizes[-1] < max_num_seqs:
+        sizes.append(decode_batch(sizes[-1] + 1))
+    return sizes
+
+
 @dataclass(frozen=True)
 class StepKind:
     """What the choice of a config may look at; few kinds, known before serving.
 
     Attributes:
-        max_decodes: requests that take the decode kernel, rounded up to a power of two.
+        max_decodes: requests that take the decode kernel, as `decode_batch` rounds.
         no_context: as in PagedBatch.
         mixed: the step has prefills and decodes.
         long_prompts: nothing is cached, all are prefills, and one has LONG_PROMPT
@@ -84,7 +103,7 @@ class StepKind:
         """The kind of a step with these numbers; `longest` in new tokens."""
         alone = has_prefill and num_decodes == 0
         return cls(
-            max_decodes=1 << max(num_decodes - 1, 0).bit_length(),
+            max_decodes=decode_batch(num_decodes),
             no_context=no_context,
             mixed=has_prefill and num_decodes > 0,
             long_prompts=alone and no_context and longest >= LONG_PROMPT,
@@ -93,10 +112,9 @@ class StepKind:
     @classmethod
     def within(cls, max_num_seqs: int) -> list[StepKind]:
         """Every kind that steps of at most max_num_seqs requests have."""
-        powers = range(max(max_num_seqs - 1, 0).bit_length() + 1)
         kinds = [
-            cls(1 << power, no_context, mixed)
-            for power in powers
+            cls(size, no_context, mixed)
+            for size in decode_batches(max_num_seqs)
             for no_context in (False, True)
             for mixed in (False, True)
         ]

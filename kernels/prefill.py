@@ -96,6 +96,8 @@ def default_config(
         if padded > 128:
             pack = min(pack, 2)
             delay_pv = load != "pointer"
+            if load == "pointer":
+                block_n, num_stages = 32, 3  # 64 keys' addresses spill
         elif load == "pointer":
             # Addresses cost registers: more warps, as many as let two programs of a
             # unit take turns.

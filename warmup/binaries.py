@@ -6,8 +6,8 @@ the back end can call it; what it would compile, less repeats, is the list. So t
 no second description of a launch that could differ from the first.
 
 What a binary depends on, and why that ends:
-- the config. It follows from the step's kind, of which there are two dozen (requests as
-  powers of two, whether prefills have cached keys, whether decodes come with them), and
+- the config. It follows from the step's kind, of which there are 53 (requests in
+  13 sizes, whether prefills have cached keys, whether decodes come with them), and
   most kinds share theirs; norms and cache writes have one for each bucket of rows.
 - the kind of layer: with a window or without, soft cap, sinks and slopes as the model
   has them. All layers of a kind share their binaries.

@@ -8,7 +8,8 @@ tuner walks `all_keys()`, which lists every key that they can return.
 Few and total: a step's sizes are clamped to the engine's limits, so whatever the engine
 accepts, graph padding and drafts included, lands in the list.
 
-- decode: requests rounded up to a power of two, as the planner has them (9 for 256).
+- decode: requests rounded up as the planner has them, to a power of two or, from 24
+  on, to three quarters of one, since their best configs differ (13 for 256).
   The host does not know how long sequences are: the lengths are on the device, and a
   captured graph is replayed with others. So serving passes no length and gets the
   representative one, the geometric mean of 1024 and max_model_len. Powers of 4 around
@@ -19,7 +20,7 @@ accepts, graph padding and drafts included, lands in the list.
 - rms_norm and kv_cache: powers of 4 from 16, and the steps of the kernels' defaults, so
   that a bucket never mixes calls with different defaults.
 
-A Llama with 8 KV heads, 131072 tokens and default limits has 66 keys.
+A Llama with 8 KV heads, 131072 tokens and default limits has 76 keys.
 """
 
 import bisect
@@ -31,6 +32,7 @@ from typing import Any
 from portable_backend.errors import bad_argument
 from portable_backend.kernels.kv_cache import vector_size
 from portable_backend.kernels.kv_cache_space import VECTOR_BUCKET
+from portable_backend.kernels.plan import decode_batch, decode_batches
 from portable_backend.kernels.rms_norm_space import ROW_BUCKETS
 from portable_backend.warmup.kernel_specs import DTYPES
 from portable_backend.warmup.model_shapes import ModelShape, NormShape
@@ -159,7 +161,7 @@ def decode_key(
         seq_len: None, as in serving: the representative length.
         sliding_window: of the layer; 0: none.
     """
-    num_seqs = _power_of_2(min(max(num_seqs, 1), limits.max_num_seqs))
+    num_seqs = decode_batch(min(max(num_seqs, 1), limits.max_num_seqs))
     lengths = seq_len_buckets(limits.model_len(model), sliding_window)
     lengths = [n for n in lengths if n * num_seqs <= MAX_BATCH_TOKENS] or lengths[:1]
     if seq_len is None:
@@ -276,7 +278,7 @@ def all_keys(model: ModelShape, limits: EngineLimits) -> Iterator[TuningKey]:
 
 
 def num_seqs_buckets(limits: EngineLimits) -> list[int]:
-    return [1 << n for n in range((limits.max_num_seqs - 1).bit_length() + 1)]
+    return decode_batches(limits.max_num_seqs)
 
 
 def seq_len_buckets(model_len: int, window: int) -> list[int]:
@@ -330,10 +332,6 @@ def _powers_of_4(first: int, last: int) -> list[int]:
         sizes.append(first)
         first *= 4
     return sizes
-
-
-def _power_of_2(number: int) -> int:
-    return 1 << (number - 1).bit_length()
 
 
 def _round_up(sizes: Sequence[int], size: int) -> int:

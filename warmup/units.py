@@ -59,7 +59,7 @@ class WorkUnit:
 def units_of(model: ModelShape, limits: EngineLimits) -> list[WorkUnit]:
     """Every bucket that a step can fall into, by expected share of time.
 
-    The traffic behind the shares: 7 of 8 steps are decodes only, all powers of two of
+    The traffic behind the shares: 7 of 8 steps are decodes only, all buckets of
     requests equally often. The rest are prefills only, all buckets of tokens equally
     often, half of them with a context. Lengths are the representative ones or, half as
     often for each bucket away, others. Times are those of a GPU with 4 TB/s and
