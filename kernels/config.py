@@ -6,13 +6,15 @@ computed, only how fast, so any config may serve any input its limits allow. Whi
 configs are worth trying, and why no others, a `ConfigSpace` says.
 """
 
+import itertools
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic
 
 from portable_backend.device import DeviceInfo
 from portable_backend.errors import bad_argument
+from portable_backend.kernels._cover import combinations, covering
 from portable_backend.kernels._space import (
     Constraint,
     Derived,
@@ -31,6 +33,7 @@ __all__ = [
     "KernelConfig",
     "Parameter",
     "Value",
+    "combinations",
 ]
 
 # Options that only one platform's compiler knows; the other drops them.
@@ -129,6 +132,8 @@ class AttentionConfig:
 _LISTED = 50_000
 # So many draws in vain, one after the other, and members are too rare for drawing.
 _VAIN_DRAWS = 2_000
+# Most members that are listed for a cover, which takes some seconds.
+_COVERED = 200_000
 
 
 @dataclass(frozen=True)
@@ -223,6 +228,52 @@ class ConfigSpace(Generic[P]):
                 if len(found) == n:
                     break
         return list(found)
+
+    def cover(
+        self,
+        strength: int,
+        rng: random.Random,
+        problem: P,
+        device: DeviceInfo,
+        *,
+        ignore: Collection[str] = (),
+    ) -> list[KernelConfig]:
+        """A few members that have every combination of values that any member has.
+
+        With strength 2, a covering array: for each pair of parameters, all pairs of
+        values that occur together in the space do so in the cover. It is small, not the
+        smallest. `combinations` lists what is covered.
+
+        Args:
+            strength: parameters to a combination, 1 to 3.
+            rng: picks among equals; the same seed gives the same cover.
+            problem, device: what the configs are for.
+            ignore: parameters whose values need no cover, such as those that no binary
+                depends on. The configs have some value for them.
+
+        Raises:
+            ValueError: strength is out of range, ignore names no parameter, or the
+                space has more than 200 000 members, all of which are listed.
+        """
+        if strength not in (1, 2, 3):
+            raise bad_argument("strength", "1, 2 or 3", strength, "2 covers pairs")
+        grid = self._grid(problem, device)
+        known = [p.name for p in self.parameters] + [d.name for d in self.derived]
+        for name in ignore:
+            if name not in known:
+                raise bad_argument(
+                    "ignore", f"among {', '.join(known)}", name, "correct the name"
+                )
+        members = list(itertools.islice(grid.walk(), _COVERED + 1))
+        if len(members) > _COVERED:
+            raise bad_argument(
+                f"space {self.name}",
+                f"of at most {_COVERED} members",
+                "more",
+                "bound it, or use sample()",
+            )
+        found = covering(members, strength, rng, ignore)
+        return [KernelConfig.from_dict(member) for member in found]
 
     def neighbours(
         self, config: Mapping[str, Value], problem: P, device: DeviceInfo

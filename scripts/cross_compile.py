@@ -5,6 +5,7 @@
     python -P scripts/cross_compile.py                     # all targets
     python -P scripts/cross_compile.py --targets sm90 gfx942 --shapes all --json FILE
     python -P scripts/cross_compile.py --draw 10           # configs from the spaces
+    python -P scripts/cross_compile.py --cover 2 --shapes sizes    # pairs of values
 
 The public functions are called on tensors without storage while launches are recorded
 instead of run, so each kernel is compiled with the arguments it is launched with. One
@@ -17,48 +18,31 @@ import argparse
 import json
 import os
 import queue
-import random
 import re
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 os.environ.pop("TRITON_INTERPRET", None)  # the interpreter compiles nothing
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from compiling.calls import SHAPES, Call, Shape, default_calls, drawn_calls
+from compiling.covers import Cover, covers_for
+from compiling.tables import cover_table, table
 from serving.options import count
 
 from portable_backend import kernels
 from portable_backend.device import ARCH_LIMITS, DeviceInfo
-from portable_backend.kernels import (
-    AttentionOptions,
-    PagedBatch,
-    paged_attention,
-    rms_norm,
-    write_kv_cache,
-)
-from portable_backend.kernels.attention_space import (
-    AttentionProblem,
-    decode_configs,
-    merge_configs,
-    prefill_configs,
-)
-from portable_backend.kernels.config import AttentionConfig
-from portable_backend.kernels.plan import default_config
 from portable_backend.warmup import resources
 from portable_backend.warmup.compilation import (
     KernelLaunch,
     compile_launch,
     distinct,
-    in_graph,
-    new_tensor,
     recording,
 )
 
@@ -76,153 +60,26 @@ TARGETS = (
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Model geometry that kernels are compiled for."""
+class Asked:
+    """What to compile: which shapes, and configs beside the defaults."""
 
-    name: str
-    heads: tuple[int, int] = (32, 8)
-    head_size: int = 128
-    block_size: int = 16
-    dtype: torch.dtype = torch.bfloat16
-    features: bool = False  # window, softcap, ALiBi and sinks, all at once
-    hidden_size: int = 4096
-    every_step: bool = True  # or two steps that launch every kernel
+    shapes: str
+    draw: int = 0
+    cover: int = 0
 
-
-# (decodes, prefills, whether anything is cached): a step of each kind that gets a
-# default config of its own somewhere.
-STEPS = (
-    (1, 0, True),
-    (32, 0, True),
-    (256, 0, True),
-    (0, 2, True),
-    (0, 2, False),
-    (4, 2, True),
-    (4, 2, False),
-)
-TWO_STEPS = ((1, 0, True), (4, 2, True))
-SPACES = {
-    "prefill": prefill_configs,
-    "decode": decode_configs,
-    "merge": merge_configs,
-}
-LLAMA = Shape("d128 page16")
-BRIEF = replace(LLAMA, every_step=False)
-SHAPES = {
-    "two": (LLAMA, replace(BRIEF, name="d256", heads=(16, 8), head_size=256)),
-}
-SHAPES["few"] = (
-    *SHAPES["two"],
-    replace(LLAMA, name="d128 page64", block_size=64),
-    replace(BRIEF, name="d64 fp32", head_size=64, dtype=torch.float32),
-)
-SHAPES["all"] = (
-    *SHAPES["few"],
-    replace(LLAMA, name="d256 all steps", heads=(16, 8), head_size=256),
-    replace(LLAMA, name="d128 features", features=True),
-    replace(LLAMA, name="d256 page64", heads=(16, 8), head_size=256, block_size=64),
-    replace(LLAMA, name="d64 fp16 9:3", heads=(9, 3), head_size=64, hidden_size=576),
-    replace(LLAMA, name="d80 page64", head_size=80, block_size=64, hidden_size=5120),
-    replace(LLAMA, name="d128 48:1", heads=(48, 1)),
-    replace(LLAMA, name="d128 fp32", dtype=torch.float32),
-    replace(LLAMA, name="d256 fp32", head_size=256, dtype=torch.float32),
-)
+    def options(self) -> list[str]:
+        """Of a child process."""
+        numbers = ("--draw", str(self.draw), "--cover", str(self.cover))
+        return ["--shapes", self.shapes, *numbers]
 
 
-def call_everything(shape: Shape, draw: int = 0) -> None:
-    """Call each public function, on tensors of `shape` without storage.
+@dataclass(frozen=True)
+class Job:
+    """A compilation, and the call that asks for it."""
 
-    Args:
-        shape: model geometry.
-        draw: configs of each attention kernel to take from its space, too.
-    """
-    num_tokens = 2048
-    # More than 2 GB, as caches are: AMD's compiler then assumes no shorter reach.
-    num_blocks = 1 << 20
-    num_heads, num_kv_heads = shape.heads
-
-    def new(*size: int, dtype: torch.dtype = shape.dtype) -> torch.Tensor:
-        return new_tensor(*size, dtype=dtype)
-
-    pairs = new(num_blocks, 2, shape.block_size, num_kv_heads, shape.head_size)
-    key_cache, value_cache = pairs.unbind(1)
-    options = AttentionOptions(scale=shape.head_size**-0.5)
-    if shape.features:
-        options = replace(
-            options,
-            sliding_window=1024,
-            softcap=30.0,
-            alibi_slopes=new(num_heads, dtype=torch.float32),
-            sinks=new(num_heads),
-        )
-
-    def attend(
-        num_decodes: int,
-        num_prefills: int,
-        cached: bool,
-        config: AttentionConfig | None = None,
-    ) -> None:
-        query_lens = [1] * num_decodes + [1000] * num_prefills
-        num_seqs = len(query_lens)
-        batch = PagedBatch(
-            query_start_loc=new(num_seqs + 1, dtype=torch.int32),
-            seq_lens=new(num_seqs, dtype=torch.int32),
-            block_table=new(num_seqs, 64, dtype=torch.int32),
-            max_query_len=max(query_lens),
-            max_seq_len=num_tokens,
-            query_start_loc_cpu=torch.tensor([0, *query_lens]).cumsum(0).int(),
-            no_context=not cached,
-        )
-        query = new(sum(query_lens), num_heads, shape.head_size)
-        key = new(sum(query_lens), num_kv_heads, shape.head_size)
-        for captured in (False, True):
-            with in_graph(captured):
-                paged_attention(
-                    query, key_cache, value_cache, batch, options,
-                    out=torch.empty_like(query), key=key, value=key, config=config,
-                )  # fmt: skip
-
-    for step in STEPS if shape.every_step else TWO_STEPS:
-        attend(*step)
-    for config in draw_configs(shape, draw):
-        attend(4, 2, config.prefill["LOAD"] != "new", config)
-    # The other sizes compile what short and long calls use by default.
-    for n in (num_tokens, 16, 8192) if shape == LLAMA else (num_tokens,):
-        key = new(n, num_kv_heads, shape.head_size)
-        slots = new(n, dtype=torch.int64)
-        write_kv_cache(key, key, key_cache, value_cache, slots)
-        x, weight = new(n, shape.hidden_size), new(shape.hidden_size)
-        rms_norm(x, weight, 1e-6)
-        rms_norm(x, weight, 1e-6, residual=torch.empty_like(x))
-        query = new(n, num_heads, shape.head_size)
-        rms_norm(query, new(shape.head_size), 1e-6)  # q-norm
-
-
-def draw_configs(shape: Shape, count: int) -> Iterator[AttentionConfig]:
-    """`count` configs for each kernel, others at their defaults; always the same."""
-    info = DeviceInfo.detect(torch.device("meta"))
-    geometry: dict[str, Any] = {
-        "num_queries_per_kv": shape.heads[0] // shape.heads[1],
-        "head_size": shape.head_size,
-        "block_size": shape.block_size,
-        "device": info,
-    }
-    base = default_config(dtype=shape.dtype, **geometry)
-    problem = AttentionProblem(element_size=shape.dtype.itemsize, **geometry)
-    for name, space_of in SPACES.items():
-        space = list(space_of(problem))
-        picked = random.Random(f"{info.arch} {shape.name}").sample(
-            space, min(count, len(space))
-        )
-        for config in picked:
-            yield replace(base, **{name: config})
-
-
-def launched_kernels(arch: str, shape: Shape, draw: int) -> list[KernelLaunch]:
-    """Each launch that `shape` needs on `arch`."""
-    with recording(DeviceInfo.for_arch(arch)) as launches:
-        call_everything(shape, draw)
-    return launches
+    shape: str
+    config: dict[str, dict[str, Any]] | None  # by kernel; None: defaults
+    launch: KernelLaunch
 
 
 def all_kernels() -> set[str]:
@@ -232,25 +89,39 @@ def all_kernels() -> set[str]:
     return {name for path in sources for name in pattern.findall(path.read_text())}
 
 
+def launched(shape: Shape, calls: Iterable[Call], info: DeviceInfo) -> Iterator[Job]:
+    """Each launch that calls make, repeats included."""
+    with recording(info) as launches:
+        for call in calls:
+            call.run()
+            config = {kernel: c.to_dict() for kernel, c in call.config.items()} or None
+            yield from (Job(shape.name, config, launch) for launch in launches)
+            launches.clear()
+
+
 def jobs_for(
-    arch: str, shapes: tuple[Shape, ...], draw: int
-) -> list[tuple[str, KernelLaunch]]:
-    """Distinct compilations of a target: shape and launch."""
-    names: dict[KernelLaunch, str] = {}
-    for shape in shapes:
-        names |= dict.fromkeys(launched_kernels(arch, shape, draw), shape.name)
+    arch: str, shapes: tuple[Shape, ...], draw: int, covers: list[Cover]
+) -> list[Job]:
+    """Distinct compilations of a target."""
     info = DeviceInfo.for_arch(arch)
-    return [(names[launch], launch) for launch in distinct(names, info)]
+    jobs: dict[KernelLaunch, Job] = {}
+    for shape in shapes:
+        calls = [*default_calls(shape), *drawn_calls(shape, draw, info)]
+        calls += [c for cover in covers if cover.shape == shape for c in cover.calls()]
+        jobs |= {job.launch: job for job in launched(shape, calls, info)}
+    return [jobs[launch] for launch in distinct(jobs, info)]
 
 
-def compile_job(arch: str, shape: str, launch: KernelLaunch) -> dict[str, Any]:
+def compile_job(arch: str, job: Job) -> dict[str, Any]:
     """Compile and read what the binary uses."""
+    launch = job.launch
     readout = compile_launch(launch, DeviceInfo.for_arch(arch))
     parameters = {p.name for p in launch.function.params}
     return {
         "arch": arch,
         "kernel": launch.kernel,
-        "shape": shape,
+        "shape": job.shape,
+        "config": job.config,
         "options": {k: v for k, v in launch.kwargs.items() if k not in parameters},
         "shared_bytes": readout.shared_bytes,
         "num_warps": readout.num_warps,
@@ -258,6 +129,7 @@ def compile_job(arch: str, shape: str, launch: KernelLaunch) -> dict[str, Any]:
         "compile_s": round(readout.seconds, 2),
         "registers": readout.registers,
         "spills": readout.spills,
+        "programs_per_unit": readout.programs_per_unit,
     }
 
 
@@ -267,7 +139,7 @@ def over_limit(row: dict[str, Any]) -> str | None:
         shared_bytes=row["shared_bytes"],
         registers=row.get("registers"),
         spills=row.get("spills"),
-        programs_per_unit=None,
+        programs_per_unit=row.get("programs_per_unit"),
         seconds=0,
         num_warps=row["num_warps"],
         tensor_columns=row["tmem_columns"],
@@ -275,35 +147,39 @@ def over_limit(row: dict[str, Any]) -> str | None:
     return resources.over_limit(readout, DeviceInfo.for_arch(row["arch"]))
 
 
-def work(arch: str, shapes: tuple[Shape, ...], draw: int, skip: int) -> None:
+def work(arch: str, asked: Asked, skip: int) -> None:
     """Child process: compile the jobs from number `skip` on, one JSON line each."""
-    for shape, launch in jobs_for(arch, shapes, draw)[skip:]:
-        label = {"kernel": launch.kernel, "shape": shape}
+    shapes = SHAPES[asked.shapes]
+    covers = list(covers_for(shapes, asked.cover, DeviceInfo.for_arch(arch)))
+    for cover in covers if skip == 0 else ():
+        print(json.dumps({"arch": arch, "cover": cover.summary()}), flush=True)
+    for job in jobs_for(arch, shapes, asked.draw, covers)[skip:]:
+        label = {"kernel": job.launch.kernel, "shape": job.shape, "config": job.config}
         print(json.dumps({"starts": label}), flush=True)
         try:
-            row = compile_job(arch, shape, launch)
+            row = compile_job(arch, job)
         except Exception as error:  # whatever a compiler raises
             row = {"arch": arch, "error": f"{type(error).__name__}: {error}"[:500]}
             row |= label
         print(json.dumps(row), flush=True)
 
 
-def compile_target(
-    arch: str, shapes: str, limit_s: float, draw: int = 0
-) -> Iterator[dict[str, Any]]:
-    """Run children until each job has a row; an abort or a hang is a row too."""
+def compile_target(arch: str, asked: Asked, limit_s: float) -> Iterator[dict[str, Any]]:
+    """Run children until each job has a row; an abort or a hang is a row too.
+
+    Covers come first, a row with "cover" each.
+    """
     done = 0
     while True:
         command = [sys.executable, *(["-P"] if sys.flags.safe_path else []), __file__]
-        command += ["--child", arch, "--skip", str(done), "--shapes", shapes]
-        command += ["--draw", str(draw)]
+        command += ["--child", arch, "--skip", str(done), *asked.options()]
         child = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         lines: queue.Queue[str | None] = queue.Queue()
         pump = threading.Thread(target=_pump, args=(child, lines), daemon=True)
         pump.start()
-        running: dict[str, str] | None = {"kernel": "?", "shape": "?"}
+        running: dict[str, Any] | None = {"kernel": "?", "shape": "?"}
         reason = None
         while True:
             try:
@@ -317,6 +193,9 @@ def compile_target(
             row = json.loads(line)
             if "starts" in row:
                 running = row["starts"]
+                continue
+            if "cover" in row:
+                yield row
                 continue
             running = None
             done += 1
@@ -340,7 +219,7 @@ def _pump(child: subprocess.Popen[str], lines: "queue.Queue[str | None]") -> Non
 
 
 def compile_all(
-    targets: list[str], shapes: str, limit_s: float, num_workers: int, draw: int = 0
+    targets: list[str], asked: Asked, limit_s: float, num_workers: int
 ) -> list[dict[str, Any]]:
     """Rows of all targets, `num_workers` targets at a time."""
     rows: list[dict[str, Any]] = []
@@ -352,10 +231,19 @@ def compile_all(
                 arch = waiting.pop()
             except IndexError:
                 return
-            for row in compile_target(arch, shapes, limit_s, draw):
-                if "error" not in row and (reason := over_limit(row)):
-                    row["error"] = reason
+            start, done, failed = time.perf_counter(), 0, 0
+            for row in compile_target(arch, asked, limit_s):
+                if {"error", "cover"}.isdisjoint(row) and (reason := over_limit(row)):
+                    row |= {"error": reason, "over_limit": True}
                 rows.append(row)
+                done += "cover" not in row
+                failed += "error" in row
+            seconds = time.perf_counter() - start
+            print(
+                f"{arch}: {done} compilations, {failed} failed, {seconds:.0f} s",
+                file=sys.stderr,
+                flush=True,
+            )
 
     threads = [threading.Thread(target=worker) for _ in range(num_workers)]
     for thread in threads:
@@ -363,23 +251,6 @@ def compile_all(
     for thread in threads:
         thread.join()
     return sorted(rows, key=lambda row: targets.index(row["arch"]))
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    header = ("target", "kernel", "shape", "shared", "regs", "spills", "warps", "s")
-    lines = [header]
-    for row in rows:
-        cells = [row["arch"], row["kernel"], row.get("shape", "")]
-        if "error" in row:
-            lines.append((*cells, f"FAILED: {row['error']}"))
-            continue
-        names = ("shared_bytes", "registers", "spills", "num_warps", "compile_s")
-        lines.append((*cells, *(str(row[name]) for name in names)))
-    widths = (8, 14, 14, 8, 5, 7, 6, 5)
-    return "\n".join(
-        " ".join(c.ljust(w) for c, w in zip(line, widths, strict=False)).rstrip()
-        for line in lines
-    )
 
 
 def _number(text: str) -> int:
@@ -399,14 +270,25 @@ def main() -> int:
         metavar="N",
         help="also N configs of each attention kernel, drawn from its space",
     )
+    parser.add_argument(
+        "--cover",
+        type=int,
+        choices=(0, 1, 2, 3),
+        default=0,
+        metavar="N",
+        help="also configs of every kernel that have each combination of N parameters' "
+        "values that occurs in its space, N up to 3 (2: pairs); the table then shows "
+        "failures and a summary of each target",
+    )
     parser.add_argument("--limit-s", type=float, default=60, help="for one kernel")
     parser.add_argument("--workers", type=count, default=os.cpu_count() or 1)
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--skip", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    asked = Asked(args.shapes, args.draw, args.cover)
     if args.child:
-        work(args.child, SHAPES[args.shapes], args.draw, args.skip)
+        work(args.child, asked, args.skip)
         return 0
     targets = [target.replace("sm_", "sm") for target in args.targets]
     known = [arch for arch in ARCH_LIMITS if arch != "interpreter"]
@@ -417,23 +299,31 @@ def main() -> int:
         folder = args.json.absolute().parent
         parser.error(f"--json: {folder} is no folder; make it first")
     start = time.perf_counter()
-    rows = compile_all(targets, args.shapes, args.limit_s, args.workers, args.draw)
+    rows = compile_all(targets, asked, args.limit_s, args.workers)
     missing = {
         (target, name)
         for target in targets
         for name in all_kernels()
         if not any(
-            row["arch"] == target and f"_{row['kernel']}_kernel" == name for row in rows
+            row["arch"] == target and f"_{row.get('kernel')}_kernel" == name
+            for row in rows
         )
     }
     rows += [
         {"arch": arch, "kernel": name, "error": "was never launched"}
         for arch, name in sorted(missing)
     ]
-    print(table(rows))
-    failed = sum("error" in row for row in rows)
+    compiled = [row for row in rows if "cover" not in row]
+    failures = [row for row in compiled if "error" in row]
+    if args.cover:
+        if failures:
+            print(table(failures), end="\n\n")
+        print(cover_table(rows, targets))
+    else:
+        print(table(compiled))
+    failed = len(failures)
     seconds = time.perf_counter() - start
-    print(f"{len(rows)} compilations, {failed} failed, {seconds:.0f} s")
+    print(f"{len(compiled)} compilations, {failed} failed, {seconds:.0f} s")
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n")
     return 1 if failed else 0

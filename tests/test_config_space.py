@@ -16,6 +16,7 @@ from portable_backend.kernels.config import (
     Derived,
     KernelConfig,
     Parameter,
+    combinations,
 )
 
 SM90 = DeviceInfo.for_arch("sm90")
@@ -294,3 +295,69 @@ def test_spaces_can_be_pickled():
     copy = pickle.loads(pickle.dumps(space))
     assert copy == space
     assert list(copy.configs(12, SM90)) == list(space.configs(12, SM90))
+
+
+def projections(configs, names):
+    return {tuple(config[name] for name in names) for config in configs}
+
+
+@pytest.mark.parametrize("strength", [1, 2, 3])
+def test_covers_have_whatever_values_occur_together(toy, strength):
+    """Constants and derived parameters among them."""
+    space, problem, device, members, rng = toy
+    cover = space.cover(strength, rng, problem, device)
+    assert set(cover) <= set(members)
+    assert len(set(cover)) == len(cover)
+    names = list(members[0]) if members else []
+    for chosen in itertools.combinations(names, strength):
+        assert projections(cover, chosen) == projections(members, chosen)
+
+
+@pytest.mark.parametrize("strength", [1, 2, 3])
+def test_no_config_of_a_cover_is_superfluous(toy, strength):
+    space, problem, device, members, rng = toy
+    cover = space.cover(strength, rng, problem, device)
+    wanted = combinations(members, strength)
+    assert combinations(cover, strength) == wanted
+    for i in range(len(cover)):
+        assert combinations(cover[:i] + cover[i + 1 :], strength) != wanted
+
+
+# Parameters of four values each; rows of the smallest covering array, and at most.
+@pytest.mark.parametrize(
+    ("count", "strength", "least", "most"),
+    [(6, 1, 4, 6), (5, 2, 16, 26), (7, 2, 16, 30), (5, 3, 64, 110)],
+)
+def test_covers_are_small(count, strength, least, most):
+    parameters = [Parameter(f"X{i}", range(4)) for i in range(count)]
+    space = ConfigSpace("toy", parameters)
+    cover = space.cover(strength, random.Random(0), None, SM90)
+    assert least <= len(cover) <= most
+
+
+def test_the_same_seed_gives_the_same_cover(toy):
+    space, problem, device, members, _ = toy
+    covers = [space.cover(2, random.Random(i), problem, device) for i in (0, 0, *"abc")]
+    assert covers[0] == covers[1]
+    if len(members) > 20:
+        assert any(set(cover) != set(covers[0]) for cover in covers)
+
+
+def test_ignored_parameters_need_no_cover():
+    parameters = Parameter("A", range(3)), Parameter("B", range(50))
+    space = ConfigSpace("toy", parameters, derived=(Derived("C", 7),))
+    cover = space.cover(2, random.Random(0), None, SM90, ignore=("B", "C"))
+    assert sorted(config["A"] for config in cover) == [0, 1, 2]
+    assert all(space.contains(config, None, SM90) for config in cover)
+
+
+def test_combinations_leave_out_what_never_changes():
+    configs = [KernelConfig.of(A=a, B=a % 2, C=5) for a in range(4)]
+    assert combinations(configs, 1) == {
+        *((("A", a),) for a in range(4)),
+        *((("B", b),) for b in range(2)),
+    }
+    assert combinations(configs, 2) == {(("A", a), ("B", a % 2)) for a in range(4)}
+    assert combinations(configs, 3) == combinations(configs, 2)
+    assert combinations(configs, 2, ignore=("B",)) == {(("A", a),) for a in range(4)}
+    assert combinations(configs[:1], 2) == {()}

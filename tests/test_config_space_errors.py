@@ -190,3 +190,24 @@ def test_spaces_are_immutable():
     space = ConfigSpace("s", (parameter(values=values),))
     values.append(3)
     assert space.count(None, SM90) == 2
+
+
+@pytest.mark.parametrize("strength", [0, 4, "2"])
+def test_a_cover_of_another_strength_is_refused(strength):
+    with pytest.raises(ValueError, match=r"strength must be 1, 2 or 3, got .*pairs"):
+        SPACE.cover(strength, random.Random(0), None, SM90)
+
+
+def test_a_cover_may_ignore_only_what_the_space_has():
+    names = "BLOCK, num_warps, maxnreg, num_stages"
+    with pytest.raises(ValueError, match=f"ignore must be among {names}, got WARPS"):
+        SPACE.cover(2, random.Random(0), None, SM90, ignore=("WARPS",))
+    # Elsewhere maxnreg does not exist, which is no reason to refuse its name.
+    assert SPACE.cover(2, random.Random(0), None, GFX942, ignore=("maxnreg",))
+
+
+def test_a_space_too_large_to_list_has_no_cover():
+    space = ConfigSpace("huge", [Parameter(f"X{i}", range(10)) for i in range(24)])
+    expected = "space huge must be of at most 200000 members, got more"
+    with pytest.raises(ValueError, match=expected):
+        space.cover(2, random.Random(0), None, SM90)

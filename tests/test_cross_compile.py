@@ -7,6 +7,7 @@ In processes of their own: with TRITON_INTERPRET set, Triton compiles nothing.
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -48,28 +49,32 @@ def python(*arguments, **kwargs):
 
 # vllm#48723, aiter#5035, #4329: 65 792 B of LDS wanted where 65 536 exist.
 @pytest.mark.parametrize(
-    ("target", "shapes", "draw"),
+    ("target", "shapes", "others"),
     [
-        *((target, SHAPES.get(target, "two"), 0) for target in TARGETS),
+        *((target, SHAPES.get(target, "two"), "") for target in TARGETS),
         *(
-            pytest.param(target, "few", 0, marks=pytest.mark.long)
+            pytest.param(target, "few", "", marks=pytest.mark.long)
             for target in TARGETS
             if target not in SHAPES
         ),
-        # A config of each kernel drawn from its space as well, for each vendor.
-        pytest.param("sm90", "few", 1, marks=pytest.mark.long),
-        pytest.param("gfx90a", "few", 1, marks=pytest.mark.long),
+        # A config of each kernel drawn from its space as well, for each vendor; or
+        # some with every value.
+        pytest.param("sm90", "few", "--draw 1", marks=pytest.mark.long),
+        pytest.param("gfx90a", "few", "--draw 1", marks=pytest.mark.long),
+        pytest.param("sm90", "two", "--cover 1", marks=pytest.mark.long),
+        pytest.param("gfx90a", "two", "--cover 1", marks=pytest.mark.long),
     ],
 )
 def test_every_kernel_compiles_within_the_targets_limits(
-    target, shapes, draw, tmp_path
+    target, shapes, others, tmp_path
 ):
     result = tmp_path / "rows.json"
-    options = ("--targets", target, "--shapes", shapes, "--draw", draw)
+    options = ("--targets", target, "--shapes", shapes, *others.split())
     options += ("--json", result, "--workers", 1)
     done = python(SCRIPT, *options)
     assert done.returncode == 0, f"\n{done.stdout}\n{done.stderr[-2000:]}"
     rows = json.loads(result.read_text())
+    rows = [row for row in rows if "cover" not in row]
     defined = {
         name
         for path in KERNELS.glob("*.py")
@@ -109,8 +114,11 @@ def test_a_compiler_that_hangs_fails_the_run():
 FAKE_CHILD = """
 import json, os, sys
 skip = int(sys.argv[sys.argv.index("--skip") + 1])
+if skip == 0:
+    print(json.dumps({"arch": "sm90", "cover": {"configs": 2}}), flush=True)
 for i in range(skip, 4):
-    print(json.dumps({"starts": {"kernel": f"k{i}", "shape": "s"}}), flush=True)
+    starts = {"kernel": f"k{i}", "shape": "s", "config": {"k": {"N": i}}}
+    print(json.dumps({"starts": starts}), flush=True)
     if i == 1:
         os.abort()
     print(json.dumps({"arch": "sm90", "kernel": f"k{i}", "shape": "s"}), flush=True)
@@ -120,8 +128,10 @@ AFTER_AN_ABORT = """
 import json, runpy, sys
 script = runpy.run_path(sys.argv[1])
 script["compile_target"].__globals__["__file__"] = sys.argv[2]
-rows = list(script["compile_target"]("sm90", "few", 60))
-print(json.dumps([[row["kernel"], "error" in row] for row in rows]))
+rows = list(script["compile_target"]("sm90", script["Asked"]("few"), 60))
+cover = rows.pop(0)["cover"]
+failed = [row["config"] for row in rows if "error" in row]
+print(json.dumps([[row["kernel"], "error" in row] for row in rows] + [failed, cover]))
 """
 
 
@@ -135,6 +145,8 @@ def test_a_compiler_that_aborts_costs_one_kernel_only(tmp_path):
         ["k1", True],
         ["k2", False],
         ["k3", False],
+        [{"k": {"N": 1}}],
+        {"configs": 2},
     ]
 
 
@@ -149,6 +161,100 @@ print(json.dumps([
     over(row | {"arch": "sm100", "tmem_columns": 576}),
 ]))
 """
+
+
+COVERS = """
+import json, runpy, sys
+script = runpy.run_path(sys.argv[1])
+from compiling.calls import Call
+from compiling.covers import HOST_ONLY, _attend
+from portable_backend.kernels.attention_space import DECODE_SPACE
+from portable_backend.warmup.compilation import identity_of
+
+(shape,) = script["SHAPES"]["llama"]
+found = {}
+for arch in ("sm90", "gfx90a"):
+    info = script["DeviceInfo"].for_arch(arch)
+    asked = []
+    for cover in script["covers_for"]([shape], 1, info):
+        own = {"kv_cache": "write_kv_cache"}.get(cover.kernel, cover.kernel)
+        for call in cover.calls():
+            jobs = script["launched"](shape, [call], info)
+            arguments = [j.launch.arguments for j in jobs if j.launch.kernel == own]
+            asked.append([cover.kernel, call.config[cover.kernel].to_dict(), [
+                {k: v for k, v in a.items() if isinstance(v, int | str)}
+                for a in arguments
+            ]])
+
+    def binaries(config):
+        call = Call(lambda: _attend(shape, info, "decode", config))
+        jobs = script["launched"](shape, [call], info)
+        return {identity_of(job.launch, info) for job in jobs}
+
+    problem = shape.problem
+    member = next(DECODE_SPACE.configs(problem, info))
+    by_value = {}
+    for parameter in DECODE_SPACE.parameters:
+        values = parameter.values_for(problem, info)
+        others = [member.replace(**{parameter.name: value}) for value in values]
+        by_value[parameter.name] = [
+            sorted(binaries(other))
+            for other in others if DECODE_SPACE.contains(other, problem, info)
+        ]
+    found[arch] = [asked, by_value, HOST_ONLY["decode"]]
+print(json.dumps(found))
+"""
+
+
+def test_covers_launch_what_they_say_and_leave_out_nothing_else():
+    done = python("-c", COVERS, SCRIPT)
+    assert done.returncode == 0, done.stderr[-2000:]
+    for arch, (asked, by_value, host_only) in json.loads(done.stdout).items():
+        compared = set()
+        for kernel, config, launches in asked:
+            assert launches, (arch, kernel, config)
+            for given in launches:
+                for name in config.keys() & given.keys():
+                    # DELAY_PV says how, too.
+                    same = bool if name == "DELAY_PV" else lambda value: value
+                    assert same(given[name]) == config[name], (arch, kernel, config)
+                    compared.add((kernel, name))
+                if kernel == "decode":
+                    assert given["BLOCK_M"] == (16 if config["QUERY_LEN"] == 1 else 32)
+        assert {("prefill", "PACK"), ("decode", "MERGE"), ("rms_norm", "ROWS")} <= (
+            compared
+        )
+        for name, binaries in by_value.items():
+            if len(binaries) > 1:
+                alike = len({tuple(found) for found in binaries}) == 1
+                assert alike == (name in host_only), (arch, name)
+        kernel, last, captured = by_value["MERGE"]
+        assert set(captured) == {*kernel, *last}
+
+
+TABLES = SCRIPT.parent / "compiling" / "tables.py"
+
+
+def test_summaries_of_covers_tell_failures_from_limits():
+    tables = runpy.run_path(str(TABLES))
+    config = {"decode": {"BLOCK_N": 64, "launch_pdl": None, "MERGE": "last"}}
+    good = {"arch": "sm90", "kernel": "decode", "shape": "s", "compile_s": 1.6}
+    rows = [
+        {"arch": "sm90", "cover": {"configs": 20, "combinations": 300}},
+        {"arch": "sm90", "cover": {"configs": 15, "combinations": 31}},
+        good | {"spills": 0},
+        good | {"spills": 7},
+        good | {"spills": None},
+        good | {"spills": 2, "error": "wants too much", "over_limit": True},
+        {"arch": "sm90", "kernel": "decode", "error": "PassManager", "config": config},
+    ]
+    header, line = tables["cover_table"](rows, ["sm90"]).splitlines()
+    assert header.split()[:3] == ["target", "configs", "combinations"]
+    # Binaries, failures, over limits, spilling, the most, seconds.
+    assert line.split() == ["sm90", "35", "331", *"511276"]
+    assert "FAILED: PassManager [decode BLOCK_N=64 MERGE=last]" in tables["table"](
+        rows[-1:]
+    )
 
 
 # ROCm/flash-attention#1534: 32 warps of 64 lanes.

@@ -141,6 +141,22 @@ def test_no_constraint_is_idle(kernel, name):
     pytest.fail(f"{name} drops nothing that others keep")
 
 
+@pytest.mark.parametrize("arch", ["sm80", "gfx90a", "gfx1100"])
+@pytest.mark.parametrize("kernel", SPACES)
+def test_at_most_forty_configs_have_every_pair_of_values(kernel, arch):
+    space, (problem, *_) = SPACES[kernel]
+    device = DeviceInfo.for_arch(arch)
+    members = list(space.configs(problem, device))
+    cover = space.cover(2, random.Random(0), problem, device)
+    assert len(cover) <= 40
+    for pair in itertools.combinations(members[0], 2):
+        have, wanted = (
+            {tuple(config[name] for name in pair) for config in configs}
+            for configs in (cover, members)
+        )
+        assert have == wanted
+
+
 @pytest.mark.parametrize("kernel", SPACES)
 def test_every_parameter_and_bound_is_explained(kernel):
     space, _ = SPACES[kernel]
