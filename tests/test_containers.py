@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import ssl
 import subprocess
 import sys
 import threading
@@ -300,6 +301,50 @@ def test_health_check_follows_the_server(status, expected):
             env={**os.environ, "HEALTH_URL": url},
         )
     assert done.returncode == expected
+
+
+def test_health_check_takes_tls_and_explains_a_wrong_address(tmp_path):
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl makes the certificate, and is not installed")
+
+    def check(url):
+        return subprocess.run(
+            [sys.executable, "-IS", str(DEPLOY / "healthcheck.py")],
+            env={**os.environ, "HEALTH_URL": url},
+            capture_output=True,
+            text=True,
+        )
+
+    files = {"-keyout": tmp_path / "key", "-out": tmp_path / "certificate"}
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-batch"]
+        + [str(x) for pair in files.items() for x in pair],
+        check=True,
+        capture_output=True,
+    )
+
+    class Healthy(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200 if self.path == "/health" else 404)
+            self.end_headers()
+
+        def log_message(self, *args):
+            pass
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(files["-out"], files["-keyout"])
+    with HTTPServer(("127.0.0.1", 0), Healthy) as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        done = check(f"https://127.0.0.1:{server.server_port}/health")
+        thread.join()
+    assert done.returncode == 0, done.stderr
+    for wrong in ("localhost:8000", "http://localhost:port/health"):
+        done = check(wrong)
+        assert done.returncode == 1
+        assert wrong in done.stderr
+        assert "Traceback" not in done.stderr
 
 
 # ------------------------------------------------------------------------------ scripts
