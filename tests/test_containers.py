@@ -166,6 +166,8 @@ def test_compose_services_differ_in_image_and_devices_only():
         assert nvidia[name] == amd[name]
     assert nvidia["read_only"]
     assert nvidia["volumes"] == ["cache:/cache"]
+    name = compose["volumes"]["cache"]["name"]
+    assert f"${{volume:-{name}}}:/cache" in (ROOT / "scripts/fleet.sh").read_text()
 
 
 def test_versions_in_examples_are_ours():
