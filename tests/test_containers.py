@@ -44,6 +44,11 @@ def _different_lines(first: Path, second: Path) -> list[tuple[str, str]]:
     return [(x, y) for x, y in zip(a, b, strict=True) if x != y]
 
 
+def _version() -> str:
+    text = (ROOT / "pyproject.toml").read_text()
+    return re.search(r'^version = "(.+)"', text, re.M)[1]
+
+
 # -------------------------------------------------------------------------- Dockerfiles
 
 
@@ -171,12 +176,9 @@ def test_compose_services_differ_in_image_and_devices_only():
 
 
 def test_versions_in_examples_are_ours():
-    version = re.search(
-        r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.M
-    )[1]
     for path in [*KUBERNETES, DEPLOY / "compose.yaml"]:
         tags = re.findall(r"portable-backend-(?:cuda|rocm):([\d.]+)", path.read_text())
-        assert set(tags) == {version}
+        assert set(tags) == {_version()}
 
 
 def test_models_to_compile_for_are_readable():
@@ -382,6 +384,7 @@ def _script(name: str, *arguments, path: Path, **environment):
 
 def test_build_script_builds_both_and_compares_kernels(fake_tool, tmp_path):
     options = ["--base", "localhost/x:1", "--build-arg", "GPU_ARCHS=sm90"]
+    options += ["--tag", "trial"]
     done = _script("build_images.sh", *options, path=fake_tool)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 2
@@ -392,6 +395,9 @@ def test_build_script_builds_both_and_compares_kernels(fake_tool, tmp_path):
     for build in builds:
         assert "BASE_IMAGE=localhost/x:1" in build
         assert "GPU_ARCHS=sm90" in build
+        # The label tells the package's version, whatever the tag.
+        assert f"VERSION={_version()} " in build
+        assert ":trial " in build
     done = _script("build_images.sh", path=fake_tool, ROCM_DIGEST="sha256:bb")
     assert done.returncode == 1
     assert "different kernels" in done.stderr
