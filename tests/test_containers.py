@@ -416,6 +416,8 @@ def test_build_script_builds_both_and_compares_kernels(fake_tool, tmp_path):
         ("build_images.sh", ["--base"]),
         ("fleet.sh", []),
         ("fleet.sh", ["tune", "--model", "x"]),
+        ("fleet.sh", ["tune", "--model", "x", "--out", "/absent/x.zip"]),
+        ("fleet.sh", ["verify", "x.zip"]),
         ("fleet.sh", ["bake", "absent.zip"]),
         ("test_images.sh", ["--only", "tpu"]),
     ],
@@ -426,30 +428,104 @@ def test_scripts_say_how_they_are_used(script, arguments, fake_tool):
     assert "usage:" in done.stderr
 
 
-def test_records_travel_from_one_node_to_an_image(tmp_path):
+@pytest.fixture
+def command_folder(tmp_path):
+    """A folder for PATH: our command, and a `docker` that runs commands here."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    ours = f'exec "{sys.executable}" -P -m portable_backend.cli "$@"\n'
+    docker = (
+        f'echo "$*" >> {tmp_path}/log\n'
+        'while [ "${1#portable-backend-cuda:}" = "$1" ]; do shift; done\n'
+        "shift\n"
+        # No GPU is here: what would tune or measure has done so.
+        'case "$1 $2 $3" in *" tune "* | *" cache verify") exit ;; esac\n'
+        'exec "$@"\n'
+    )
+    for name, text in {"portable-backend": ours, "docker": docker}.items():
+        (folder / name).write_text("#!/bin/sh\n" + text)
+        (folder / name).chmod(0o755)
+    return folder
+
+
+@pytest.mark.parametrize("tool", ["local", "docker"])
+def test_records_travel_from_one_node_to_an_image(tool, command_folder, tmp_path):
+    from record_fakes import make_record
+
+    from portable_backend.warmup.layers import Layer, WritableLayer
+
+    def fleet(*arguments):
+        done = _script(
+            "fleet.sh",
+            *(str(argument) for argument in arguments),
+            *("--tool", tool, "--device", "nvidia"),
+            path=command_folder,
+            # The cache of the node, which a container finds in its volume.
+            PORTABLE_BACKEND_CACHE_DIR=str(tmp_path / "cache"),
+            TMPDIR=str(tmp_path),
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    WritableLayer("user cache", tmp_path / "cache").append(make_record())
+    archive, target = tmp_path / "records.zip", tmp_path / "layer"
+    if tool == "docker":  # local would tune in earnest
+        assert fleet("tune", "--model", "x", "--out", archive) == f"{archive}\n"
+    else:
+        ours = command_folder / "portable-backend"
+        options = ["--cache-dir", tmp_path / "cache"]
+        subprocess.run([ours, "cache", "export", archive, *options], check=True)
+    shutil.rmtree(tmp_path / "cache")
+    target.mkdir()
+    (target / "README.md").write_text("stays")
+    fleet("bake", archive, "--layer", target)
+    (table,) = [p for p in target.rglob("*") if p.is_file() and p.suffix != ".md"]
+    assert len(json.loads(table.read_text())["records"]) == 1
+    assert (target / "README.md").read_text() == "stays"
+    assert not (tmp_path / "cache").exists()
+    fleet("import", archive)
+    kernel = make_record().key.kernel
+    (held,) = Layer("user cache", tmp_path / "cache").load(kernel)
+    assert len(held.records) == 1
+
+
+def test_fleet_shares_no_folder_that_both_sides_write(command_folder, tmp_path):
     from record_fakes import make_record
 
     from portable_backend.warmup.layers import WritableLayer
 
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    program = folder / "portable-backend"
-    program.write_text(
-        f'#!/bin/sh\nexec "{sys.executable}" -P -m portable_backend.cli "$@"\n'
+    WritableLayer("user cache", tmp_path / "cache").append(make_record())
+    (tmp_path / "model").mkdir()
+    options = ["--model", str(tmp_path / "model"), "--out", str(tmp_path / "x.zip")]
+    done = _script(
+        "fleet.sh",
+        *("tune", *options, "--device", "nvidia"),
+        path=command_folder,
+        PORTABLE_BACKEND_CACHE_DIR=str(tmp_path / "cache"),
+        TMPDIR=str(tmp_path),
     )
-    program.chmod(0o755)
-    layer = WritableLayer("user cache", tmp_path / "cache")
-    layer.append(make_record())
-    archive = tmp_path / "records.zip"
-    subprocess.run(
-        [program, "cache", "export", "--cache-dir", tmp_path / "cache", archive],
-        check=True,
-    )
-    target = tmp_path / "layer"
-    target.mkdir()
-    options = ["bake", str(archive), "--tool", "local", "--layer", str(target)]
-    done = _script("fleet.sh", *options, path=folder)
     assert done.returncode == 0, done.stderr
-    tables = [p for p in target.rglob("*") if p.is_file()]
-    assert [p.suffix for p in tables] == [".json"]
-    assert len(json.loads(tables[0].read_text())["records"]) == 1
+    log = (tmp_path / "log").read_text()
+    volumes = re.findall(r"--volume (\S+)", log)
+    assert set(volumes) == {
+        "portable-backend-cache:/cache",
+        f"{(tmp_path / 'model').resolve()}:/model:ro",
+    }
+    first, second = log.split("run --rm ")[1:]
+    assert "--gpus all" in first
+    assert first.endswith("portable-backend tune --model /model\n")
+    assert "--gpus" not in second
+
+
+def test_a_bad_file_changes_no_layer(command_folder, tmp_path):
+    (tmp_path / "bad.zip").write_text("no archive")
+    (tmp_path / "layer").mkdir()
+    options = ["--layer", str(tmp_path / "layer"), "--device", "nvidia"]
+    done = _script(
+        "fleet.sh",
+        *("bake", str(tmp_path / "bad.zip"), *options),
+        path=command_folder,
+        TMPDIR=str(tmp_path),
+    )
+    assert done.returncode == 1
+    assert not list((tmp_path / "layer").iterdir())
