@@ -27,7 +27,8 @@ say() { printf '[%4d s] %s\n' "$SECONDS" "$*" >&2; }
 
 variants=(cuda rocm)
 tool='' base='' name=portable-backend
-tag=$(sed -n 's/^version = "\(.*\)"$/\1/p' pyproject.toml)
+version=$(sed -n 's/^version = "\(.*\)"$/\1/p' pyproject.toml)
+tag=$version
 arguments=()
 while [ $# -gt 0 ]; do
   case $1 in
@@ -67,7 +68,7 @@ fi
 
 revision=$(git rev-parse HEAD 2>/dev/null || echo unknown)
 [ -z "$(git status --porcelain 2>/dev/null)" ] || revision+=-modified
-arguments+=(--build-arg "VERSION=$tag" --build-arg "REVISION=$revision")
+arguments+=(--build-arg "VERSION=$version" --build-arg "REVISION=$revision")
 [ -z "$base" ] || arguments+=(--build-arg "BASE_IMAGE=$base")
 # OCI's own format has no health check.
 [ "$tool" = docker ] || arguments+=(--format docker)

@@ -17,6 +17,10 @@ claims = {
         for name in ("HOME", "TRITON_CACHE_DIR", "PORTABLE_BACKEND_CACHE_DIR")
     ),
     "/cache is a volume": "/cache" in config["Volumes"],
+    "no secret is in the environment": not any(
+        name.endswith(("TOKEN", "SECRET", "PASSWORD", "API_KEY"))
+        for name in environment
+    ),
     "has a health check": "healthcheck" in str(config.get("Healthcheck")),
     "has an entry point": "entrypoint" in str(config["Entrypoint"]),
     "has OCI labels": {"title", "version", "revision", "licenses", "base.name"}

@@ -41,12 +41,20 @@ while [ $# -gt 0 ]; do
 done
 [ ${#more[@]} = 0 ] || [ "$step" = tune ] || wrong "only tune takes options after --"
 case $step in
+  tune | verify) [ -z "$file" ] || wrong "$step takes no file, got $file" ;;
+esac
+case $step in
   -h | --help) usage && exit ;;
-  tune) [ -n "$model" ] && [ -n "$out" ] || wrong "tune needs --model and --out" ;;
+  tune)
+    [ -n "$model" ] && [ -n "$out" ] || wrong "tune needs --model and --out"
+    # Before half an hour of tuning, not after.
+    [ -d "$(dirname "$out")" ] || wrong "--out $out: there is no folder $(dirname "$out")"
+    ;;
   bake | import) [ -f "$file" ] || wrong "$step needs a file made by tune, got '$file'" ;;
   verify) ;;
   *) wrong "unknown step $step" ;;
 esac
+[ "$step" != bake ] || [ -d "$layer" ] || wrong "--layer must be a folder, got $layer"
 [ -n "$device" ] || { [ -e /dev/kfd ] && device=amd || device=nvidia; }
 version=$(sed -n 's/^version = "\(.*\)"$/\1/p' "$root/pyproject.toml")
 case $device in
@@ -59,63 +67,102 @@ gpu() {
   case $device-$tool in
     nvidia-docker) echo --gpus all ;;
     nvidia-podman) echo --device nvidia.com/gpu=all ;;
-    amd-*) # The groups by number, as on the host: the image's have others.
+    amd-*)
       echo --device /dev/kfd --device /dev/dri
-      stat --format '--group-add %g' /dev/kfd /dev/dri/renderD* 2>/dev/null | sort -u
+      # The groups by number, as on the host: the image's have others. Podman without
+      # root cannot name them, but can keep those of its user.
+      if [ "$tool" = podman ] && [ "$(id -u)" != 0 ]; then
+        echo --group-add keep-groups
+      else
+        stat --format '--group-add %g' /dev/kfd /dev/dri/renderD* 2>/dev/null | sort -u
+      fi
       ;;
   esac
 }
 
-# portable NEEDS_GPU FOLDER ARGS...: the command, with FOLDER seen as /shared.
-portable() {
-  local needs_gpu=$1 folder=$2 options=()
-  shift 2
-  if [ "$tool" = local ]; then
-    [ -z "$volume" ] || export PORTABLE_BACKEND_CACHE_DIR=$volume
-    portable-backend "${@//\/shared/$folder}"
-    return
-  fi
+# inside [OPTIONS OF RUN...] -- COMMAND...: in a container of the image. Files go in and
+# out by stdin and stdout, since a folder that both sides may write depends on user
+# namespaces and labels, and is not to be had where the engine runs on another host.
+inside() {
+  local options=()
+  while [ "$1" != -- ]; do options+=("$1") && shift; done
+  shift
+  # With --init, a signal ends what runs.
+  "$tool" run --rm --init --read-only --tmpfs /tmp:exec,mode=1777 "${options[@]}" \
+    "$image" "$@"
+}
+# The user cache, and what reads it.
+cache=(--volume "${volume:-portable-backend-cache}:/cache")
+on_gpu() {
+  local options=("${cache[@]}" --shm-size 8g)
   # shellcheck disable=SC2207
-  [ "$needs_gpu" = no ] || options=($(gpu))
+  options+=($(gpu))
   [ -z "${HF_TOKEN:-}" ] || options+=(--env HF_TOKEN)
-  [ ! -d "$model" ] || options+=(--volume "$(realpath "$model"):/model:ro")
-  # As this user, so that what it writes to FOLDER is the user's.
-  [ "$step" != bake ] || options+=(--user "$(id -u):0" --env HOME=/tmp)
-  [ "$step" = bake ] || options+=(--volume "${volume:-portable-backend-cache}:/cache")
-  "$tool" run --rm --read-only --tmpfs /tmp:exec,mode=1777 --shm-size 8g \
-    --volume "$folder:/shared" "${options[@]}" "$image" portable-backend "$@"
+  # Read where it lies, without the labels that SELinux wants.
+  [ ! -d "$model" ] || options+=(--security-opt label=disable
+    --volume "$(realpath "$model"):/model:ro")
+  inside "${options[@]}" -- portable-backend "$@"
 }
 
-case $tool in docker | podman | local) ;; *) wrong "--tool must be docker, podman or local, got $tool" ;; esac
+case $tool in
+  docker | podman) ;;
+  local) [ -z "$volume" ] || export PORTABLE_BACKEND_CACHE_DIR=$volume ;;
+  *) wrong "--tool must be docker, podman or local, got $tool" ;;
+esac
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
-chmod 777 "$scratch" # the image's user writes here
-case $step in
-  tune)
-    seen=$model
-    [ "$tool" = local ] || [ ! -d "$model" ] || seen=/model
-    portable yes "$scratch" tune --model "$seen" "${more[@]}"
-    portable no "$scratch" cache export /shared/records.zip
-    cp "$scratch/records.zip" "$out"
-    echo "$out"
+case $step-$tool in
+  tune-local)
+    portable-backend tune --model "$model" "${more[@]}"
+    portable-backend cache export "$scratch/records.zip"
     ;;
-  bake)
-    mkdir -p "$scratch/layer"
+  tune-*)
+    seen=$model
+    [ ! -d "$model" ] || seen=/model
+    on_gpu tune --model "$seen" "${more[@]}"
+    # shellcheck disable=SC2016
+    inside "${cache[@]}" -- sh -euc '
+      cd "$(mktemp -d)"
+      portable-backend cache export records.zip >&2
+      cat records.zip' >"$scratch/records.zip"
+    ;;
+  bake-*)
+    # In a copy: nothing changes where the import fails.
+    mkdir "$scratch/layer"
     cp -r "$layer/." "$scratch/layer"
-    cp "$file" "$scratch/records.zip"
-    portable no "$scratch" cache import --cache-dir /shared/layer /shared/records.zip
+    if [ "$tool" = local ]; then
+      portable-backend cache import --cache-dir "$scratch/layer" "$file"
+    else
+      cp "$file" "$scratch/records.zip"
+      # shellcheck disable=SC2016
+      tar -cf - -C "$scratch" layer records.zip | inside --interactive -- sh -euc '
+        cd "$(mktemp -d)"
+        tar -xf - --no-same-owner
+        portable-backend cache import --cache-dir layer records.zip >&2
+        tar -cf - layer' >"$scratch/layer.tar"
+      tar -xf "$scratch/layer.tar" -C "$scratch" --no-same-owner
+    fi
+    ;;
+  import-local) portable-backend cache import "$file" ;;
+  import-*)
+    # shellcheck disable=SC2016
+    inside --interactive "${cache[@]}" -- sh -euc '
+      cd "$(mktemp -d)"
+      cat >records.zip
+      portable-backend cache import records.zip' <"$file"
+    ;;
+  verify-local) portable-backend cache verify ;;
+  verify-*)
+    # Only the user cache is verified: what the image brings goes there first.
+    inside "${cache[@]}" -- portable-backend cache merge /opt/portable-backend/records
+    on_gpu cache verify
+    ;;
+esac
+case $step in
+  tune) cp "$scratch/records.zip" "$out" && echo "$out" ;;
+  bake)
     find "$scratch/layer" -name '*.lock' -delete
     cp -r "$scratch/layer/." "$layer"
     find "$layer" -name '*.json' | sort
-    ;;
-  import)
-    cp "$file" "$scratch/records.zip"
-    chmod 644 "$scratch/records.zip"
-    portable no "$scratch" cache import /shared/records.zip
-    ;;
-  verify)
-    # Only the user cache is verified: what the image brings goes there first.
-    [ "$tool" = local ] || portable no "$scratch" cache merge /opt/portable-backend/records
-    portable yes "$scratch" cache verify
     ;;
 esac

