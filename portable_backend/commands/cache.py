@@ -88,6 +88,7 @@ def run_list(args: argparse.Namespace) -> int:
                     "gpu": gpu,
                     "records": len(merged.served),
                     "verified": sum(record.verified for record in merged.served),
+                    "unmeasured": sum(r.unmeasured is not None for r in merged.served),
                     "history": len(merged.history),
                     "digests": sorted({r.kernel_digest for r in merged.served}),
                     "problems": list(held.problems),
@@ -96,11 +97,16 @@ def run_list(args: argparse.Namespace) -> int:
             )
     lines = [
         f"{row['layer']}  {row['kernel']}  {row['gpu']}: {row['records']} records, "
-        f"{row['verified']} verified, {row['history']} in history  ({row['path']})"
+        f"{row['verified']} verified, {_count_unmeasured(row)}{row['history']} in "
+        f"history  ({row['path']})"
         for row in rows
     ]
     _print(args, rows, lines or ["no records in any layer"])
     return FAILED if any(row["problems"] for row in rows) else DONE
+
+
+def _count_unmeasured(row: dict[str, Any]) -> str:
+    return f"{row['unmeasured']} unmeasured, " if row["unmeasured"] else ""
 
 
 def run_show(args: argparse.Namespace) -> int:
@@ -329,7 +335,9 @@ def _environment(args: argparse.Namespace, device: DeviceInfo | None) -> Environ
         print(f"kernel_digest is not compared: {error}", file=sys.stderr)
         digests = None
     gpu, arch = (device.name, device.arch) if device else (args.gpu, args.arch)
-    return Environment(gpu, arch, digests, current_toolchain())
+    # A GPU that is only named has no known number of units.
+    units = device.num_units if device and args.gpu is None else None
+    return Environment(gpu, arch, digests, current_toolchain(), units)
 
 
 def _space_check(device: DeviceInfo | None) -> SpaceCheck | None:
@@ -346,6 +354,14 @@ def _space_check(device: DeviceInfo | None) -> SpaceCheck | None:
 
 def _line(layer: str, record: TuningRecord) -> str:
     config = " ".join(f"{name}={value}" for name, value in record.config.items_)
+    if record.unmeasured is not None:
+        told = record.unmeasured
+        serves = "serves" if told["serves"] else "the default stays"
+        why = f" ({told['reason']})" if told.get("reason") else ""
+        return (
+            f"{layer}  {record.gpu}  {record.key}: unmeasured, predicted from "
+            f"{told['basis']}, {serves}{why}, {config}"
+        )
     state = "verified" if record.verified else "not verified"
     gain = ""
     if record.default_us:
