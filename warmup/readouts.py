@@ -16,8 +16,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from portable_backend.device import DeviceInfo
-from portable_backend.errors import bad_argument
+from portable_backend.device import DeviceInfo, interpreting
+from portable_backend.errors import UnsupportedError, bad_argument
 from portable_backend.kernels.config import KernelConfig
 from portable_backend.warmup.compile_pool import binary_of
 from portable_backend.warmup.records import TuningKey
@@ -119,12 +119,17 @@ class Readouts:
         """Compile what is missing; needs the digests and Triton's version.
 
         Raises:
+            UnsupportedError: in the interpreter, which compiles nothing.
             concurrent.futures.BrokenExecutor: a compiler has crashed.
         """
         assert self._digests is not None and self._triton is not None
         wanted = self.missing(jobs)
         if not wanted:
             return
+        if interpreting():
+            raise UnsupportedError(
+                "the interpreter compiles nothing: unset TRITON_INTERPRET"
+            )
         # Not a fork: torch has threads.
         with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
             found = pool.map(_compile, wanted, chunksize=4)
