@@ -32,15 +32,11 @@ from portable_backend.warmup.predicted_tables import (
     Model,
     common_keys,
     jobs_of,
+    measured_all,
     predicted_record,
+    sweep_jobs,
 )
-from portable_backend.warmup.prediction import (
-    HeldOut,
-    across_heads,
-    key_of,
-    leave_one_out,
-    measured,
-)
+from portable_backend.warmup.prediction import HeldOut, across_heads, leave_one_out
 from portable_backend.warmup.readouts import FILE, Readouts
 from portable_backend.warmup.sweeps import read_sweeps
 from portable_backend.warmup.tables import format_table, merge_records
@@ -62,15 +58,15 @@ def main() -> int:
         print(f"nobody measured {synthetic[0]}; leave it out", file=sys.stderr)
         return 2
     try:
-        jobs = [(key_of(s), c, s.device) for s in sweeps for c in s.configs]
-        readouts.compile(jobs, args.workers, _progress("sweeps"))
-        items = [measured(sweep, readouts.get) for sweep in sweeps]
+        swept = [sweep for sweep in sweeps if sweep.kernel not in args.estimate]
+        readouts.compile(sweep_jobs(swept), args.workers, _progress("sweeps"))
         if args.evaluate:
+            items = measured_all(sweeps, readouts)
             _print_evaluation(args, leave_one_out(items), across_heads(items))
             return 0
         rows = []
         for kernel in KERNELS:
-            model = Model.of(kernel, items)
+            model = Model.of(kernel, sweeps, readouts)
             devices = unmeasured_devices()
             jobs = list(jobs_of(model, devices))
             readouts.compile(jobs, args.workers, _progress(kernel))
@@ -194,6 +190,9 @@ def _parser() -> argparse.ArgumentParser:
     add("sweeps", type=Path, help="folder of *.sweep.json.gz")
     add("--out", type=Path, metavar="DIR", help="where the tables go")
     add("--evaluate", action="store_true", help="only predict the sweeps themselves")
+    add("--estimate", action="append", default=[], choices=KERNELS,
+        help="do not compile what this kernel's sweeps hold, hundreds of configs "
+        "each: learn from estimates of what they take; may be repeated")  # fmt: skip
     add("--workers", type=int, default=os.cpu_count() or 1, metavar="N",
         help="processes that compile (default: one for each CPU)")  # fmt: skip
     add("--json", action="store_true", help="print JSON")

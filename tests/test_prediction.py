@@ -10,7 +10,7 @@ import pytest
 
 from portable_backend.device import DeviceInfo
 from portable_backend.errors import UnsupportedError
-from portable_backend.warmup.predicted_tables import Model, _why_default
+from portable_backend.warmup.predicted_tables import Model, _why_default, measured_all
 from portable_backend.warmup.prediction import (
     HeldOut,
     Predictor,
@@ -18,7 +18,6 @@ from portable_backend.warmup.prediction import (
     held_out,
     leave_one_out,
     margin,
-    measured,
 )
 from portable_backend.warmup.ratios import NAMES, ratios
 from portable_backend.warmup.readouts import FILE, Readouts
@@ -32,8 +31,7 @@ WITHIN = 1.10
 
 @pytest.fixture(scope="module")
 def items():
-    readouts = Readouts(FOLDER / FILE)
-    return [measured(sweep, readouts.get) for sweep in read_sweeps(FOLDER)]
+    return measured_all(read_sweeps(FOLDER), Readouts(FOLDER / FILE))
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +95,7 @@ def test_without_sweeps_the_resource_model_ranks_and_says_so(items):
     order = sorted(range(len(features)), key=predicted.__getitem__)
     estimates = [features[i][0] for i in order]
     assert estimates == sorted(estimates)
-    model = Model.of("kv_cache", items)
+    model = Model.of("kv_cache", [item.sweep for item in items], Readouts(None))
     assert (model.sweeps, model.fitted_on) == ((), [])
     assert model.predictor.basis == "resources"
     assert model.margin == math.inf

@@ -216,10 +216,12 @@ def run(tmp_path, monkeypatch, capsys):
 def test_lists_and_shows_say_that_nobody_measured_it(run):
     assert "1 records, 0 verified, 1 unmeasured" in run("list")
     assert json.loads(run("list", "--json"))[0]["unmeasured"] == 1
-    shown = run("show")
+    assert run("show").startswith("nothing measured in any layer; --unmeasured shows 1")
+    assert run("show", "--gpu", "nvidia_a100") == run("show", "--unmeasured")
+    shown = run("show", "--unmeasured")
     assert "unmeasured, predicted from sweeps, serves" in shown
     assert " us" not in shown
-    (row,) = json.loads(run("show", "--json"))
+    (row,) = json.loads(run("show", "--unmeasured", "--json"))
     assert row["time_us"] is None and row["unmeasured"]["num_units"] == 108
 
 

@@ -24,8 +24,11 @@ from portable_backend.warmup.prediction import (
     Predictor,
     across_heads,
     features_of,
+    key_of,
     leave_one_out,
     margin,
+    measured,
+    no_readout,
 )
 from portable_backend.warmup.readouts import Job, Readouts
 from portable_backend.warmup.records import FieldValue, TuningKey, TuningRecord
@@ -53,9 +56,11 @@ _HEADS = (
 )
 # Each stands for sizes up to two doublings away: 1 to 256 requests, 4096 to 16384 keys.
 _DECODES = ((2, 8192), (8, 8192), (32, 8192), (128, 8192))
-_PREFILLS = ((1, 2048, 0), (4, 2048, 0), (1, 2048, 8192))
-_ROWS = (16, 256, 4096)
-_ROW_SIZES = (2048, 4096, 8192)
+# Few, as long as nothing of these kernels was measured and so nothing serves.
+_PREFILL_HEADS = ((128, 8, 4), (64, 8, 4))
+_PREFILLS = ((4, 2048, 0), (1, 2048, 8192))
+_ROWS = (16, 4096)
+_ROW_SIZES = (4096,)
 
 
 def common_keys(kernel: str) -> Iterator[TuningKey]:
@@ -80,7 +85,7 @@ def common_keys(kernel: str) -> Iterator[TuningKey]:
             for num_seqs, seq_len in _DECODES:
                 sizes = {"num_seqs": num_seqs, "query_len": 1, "seq_len": seq_len}
                 yield TuningKey.of(kernel, **heads | sizes)
-        elif group * num_kv_heads in (32, 64):  # whole models: few binaries each
+        elif (head_size, num_kv_heads, group) in _PREFILL_HEADS:
             for num_seqs, query_len, context_len in _PREFILLS:
                 sizes = {"num_seqs": num_seqs, "query_len": query_len}
                 sizes |= {
@@ -101,6 +106,7 @@ class Model:
         varied: the parameters that it ranks; all others stay as the default has them.
         outcomes: predictions of held-out sweeps.
         margin: the least gain that it may be believed, infinite without outcomes.
+        reads_code: it has learned from what compiled configs take, not from estimates.
     """
 
     kernel: str
@@ -109,15 +115,30 @@ class Model:
     varied: frozenset[str]
     outcomes: tuple[HeldOut, ...]
     margin: float
+    reads_code: bool = True
 
     @classmethod
-    def of(cls, kernel: str, items: Sequence[Measured]) -> "Model":
+    def of(cls, kernel: str, sweeps: Sequence[Sweep], readouts: Readouts) -> "Model":
         """Fit and judge a model on the sweeps of a kernel; others are left out."""
-        own = [item for item in items if item.sweep.kernel == kernel]
+        swept = [sweep for sweep in sweeps if sweep.kernel == kernel]
+        own = measured_all(swept, readouts)
+        reads_code = bool(swept) and not readouts.missing(sweep_jobs(swept))
+        return cls.fitted(kernel, own, reads_code)
+
+    @classmethod
+    def fitted(cls, kernel: str, own: Sequence[Measured], reads_code: bool) -> "Model":
         sweeps = tuple(item.sweep for item in own)
         outcomes = (*leave_one_out(own), *across_heads(own))
         varied = _varied(sweeps) if sweeps else frozenset(READS[kernel])
-        return cls(kernel, Predictor(own), sweeps, varied, outcomes, margin(outcomes))
+        return cls(
+            kernel,
+            Predictor(own),
+            sweeps,
+            varied,
+            outcomes,
+            margin(outcomes),
+            reads_code,
+        )
 
     @property
     def fitted_on(self) -> list[str]:
@@ -127,6 +148,24 @@ class Model:
         """Squared for another vendor's GPUs: none of theirs was measured."""
         own = {sweep.device.platform for sweep in self.sweeps}
         return self.margin if device.platform in own else self.margin**2
+
+
+def sweep_jobs(sweeps: Iterable[Sweep]) -> Iterator[Job]:
+    """What has to be compiled to learn from what the sweeps' configs take."""
+    for sweep in sweeps:
+        for config in sweep.configs:
+            yield key_of(sweep), config, sweep.device
+
+
+def measured_all(sweeps: Sequence[Sweep], readouts: Readouts) -> list[Measured]:
+    """The sweeps with their features: by read-outs where all of a kernel's are there,
+    else by estimates, so that a model compares like with like."""
+    items = []
+    for sweep in sweeps:
+        own = [other for other in sweeps if other.kernel == sweep.kernel]
+        complete = not readouts.missing(sweep_jobs(own))
+        items.append(measured(sweep, readouts.get if complete else no_readout))
+    return items
 
 
 def shortlist(
@@ -150,7 +189,7 @@ def _shortlist(
         if all(config[n] == v for n, v in default.items_ if n not in model.varied)
     ]
     if model.sweeps:
-        features = features_of(key, members, device, lambda *job: None)
+        features = features_of(key, members, device, no_readout)
         predicted, count = model.predictor.predict(features), SHORTLIST
     else:
         predicted = estimates_us(key, members, device)
@@ -169,7 +208,8 @@ def jobs_of(model: Model, devices: Iterable[DeviceInfo]) -> Iterator[Job]:
     """What has to be compiled for the tables of these devices."""
     for device in devices:
         for key in common_keys(model.kernel):
-            for config in shortlist(model, key, device):
+            default, *others = shortlist(model, key, device)
+            for config in (default, *others) if model.reads_code else others:
                 yield key, config, device
 
 
@@ -186,12 +226,13 @@ def predicted_record(
         default,
         *(c for c in others if readouts.why_not(key, c, device) is None),
     ]
-    predicted = model.predictor.predict(features_of(key, configs, device, readouts.get))
+    readout_of = readouts.get if model.reads_code else no_readout
+    predicted = model.predictor.predict(features_of(key, configs, device, readout_of))
     best = min(range(len(configs)), key=lambda i: (predicted[i], i))
     config = configs[best]
     gain = math.exp(predicted[0] - predicted[best])
     times = [
-        estimate_us(key, c, device, readouts.get(key, c, device))
+        estimate_us(key, c, device, readout_of(key, c, device))
         for c in (default, config)
     ]
     reason = _why_default(model, device, config == default, gain, times[0] / times[1])
@@ -267,16 +308,22 @@ def why_stale(
     record: TuningRecord,
     device: DeviceInfo,
     digests: Mapping[str, str],
-    sweeps: Sequence[Sweep],
+    fingerprints: Mapping[str, str],
 ) -> str | None:
-    """Why an entry may not be what today's code and sweeps give, or None."""
+    """Why an entry may not be what today's code and sweeps give, or None.
+
+    Args:
+        record: of a table.
+        device: that the table is for.
+        digests, fingerprints: of today's kernels and of their sweeps.
+    """
     told, key = dict(record.unmeasured or {}), record.key
     if record.kernel_digest != digests[key.kernel]:
         return "of other kernel code"
     default = spec_of(key).default(key, device)
     if told.get("default") != default.to_dict():
         return f"its default was {told.get('default')}, now it is {default.to_dict()}"
-    if told.get("sweeps") != fingerprint(s for s in sweeps if s.kernel == key.kernel):
+    if told.get("sweeps") != fingerprints[key.kernel]:
         return "it rests on other sweeps"
     reasons = spec_of(key).bound(key, device).why_not(record.config)
     return f"no member of today's space: {'; '.join(reasons)}" if reasons else None

@@ -47,7 +47,9 @@ def add_parser(groups: Any) -> None:
         return parser
 
     _add_filters(add("list", run_list, "files of every layer, and what is wrong"))
-    _add_filters(add("show", run_show, "every record that is served"))
+    parser = add("show", run_show, "every record that is served")
+    parser.add_argument("--unmeasured", action="store_true", help="predictions too")
+    _add_filters(parser)
     parser = add("explain", run_explain, "why a lookup gives what it gives")
     parser.add_argument("kernel")
     parser.add_argument("field", nargs="+", help="name=value, such as num_seqs=32")
@@ -110,14 +112,23 @@ def _count_unmeasured(row: dict[str, Any]) -> str:
 
 
 def run_show(args: argparse.Namespace) -> int:
-    rows, lines = [], []
+    rows, lines, left_out = [], [], 0
     for layer in _store(args).layers:
         for record in _served(layer, args):
+            # Of many GPUs: only what is asked for by name.
+            if record.unmeasured is not None and not (args.unmeasured or args.gpu):
+                left_out += 1
+                continue
             place = {"layer": layer.name, "kernel": record.key.kernel}
             place |= {"gpu": record.gpu, "arch": record.arch}
             rows.append(place | record.to_dict())
             lines.append(_line(layer.name, record))
-    _print(args, rows, lines or ["no records in any layer"])
+    none = "no records in any layer"
+    if left_out:
+        none = (
+            f"nothing measured in any layer; --unmeasured shows {left_out} predictions"
+        )
+    _print(args, rows, lines or [none])
     return DONE
 
 
