@@ -106,7 +106,7 @@ def _write(model: Model, readouts: Readouts, folder: Path) -> list[dict[str, Any
                 "keys": len(found),
                 "serve": len(serving),
                 "gain": _mean(serving),
-                "needed": told[0]["needed_gain"],
+                "needed": min((i["needed_gain"] or math.inf) for i in told),
             }
         )
     return rows

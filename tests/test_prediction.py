@@ -132,25 +132,34 @@ def test_the_margin_is_the_worst_mistake():
 def test_a_default_gives_way_to_evidence_alone(items, arch, gain, estimated, reason):
     sweeps = tuple(item.sweep for item in items[:1])
     model = Model("decode", Predictor(), sweeps, frozenset(), (), 1.3)
-    found = _why_default(model, DeviceInfo.for_arch(arch), False, gain, estimated)
+    device, key = DeviceInfo.for_arch(arch), items[0].key
+    found = _why_default(model, device, key, False, gain, estimated)
     assert (found or "").startswith(reason or "") and bool(found) == bool(reason)
     resources = replace(model, sweeps=())
-    found = _why_default(resources, DeviceInfo.for_arch(arch), False, gain, estimated)
+    found = _why_default(resources, device, key, False, gain, estimated)
     assert found == "nothing of this kernel was measured"
 
 
+def test_what_no_sweep_has_takes_more_evidence(items):
+    sweeps = (items[0].sweep,)
+    model = Model("decode", Predictor(), sweeps, frozenset(), (), 1.5)
+    nvidia, amd = DeviceInfo.for_arch("sm80"), DeviceInfo.for_arch("gfx942")
+    key = items[0].key
+    other = type(key).from_dict("decode", key.to_dict() | {"head_size": 64})
+    needed = [model.margin_on(d, k) for d in (nvidia, amd) for k in (key, other)]
+    assert needed == [1.5, 1.5**2, 1.5**2, 1.5**3]
+
+
 def test_features_are_ratios_to_the_devices_limits(items):
-    """The same share of twice as large a GPU looks the same but for the estimate."""
-    item = items[0]
-    key, config = item.key, item.configs[0]
-    twice = type(key).from_dict("decode", key.to_dict() | {"num_seqs": 2})
-    h200 = item.sweep.device
-    found = dict(zip(NAMES, ratios(key, config, h200), strict=True))
-    large = replace(h200, num_units=2 * h200.num_units)
-    scaled = dict(zip(NAMES, ratios(twice, config, large), strict=True))
-    for name in NAMES:
-        if name != "estimate":
-            assert scaled[name] == pytest.approx(found[name], abs=0.1), name
+    """Twice as many requests on a GPU of twice the size look the same."""
+    item = next(item for item in items if item.sweep.key.get("num_seqs") == 32)
+    key, config, h200 = item.key, item.configs[0], item.sweep.device
+    twice = type(key).from_dict(key.kernel, key.to_dict() | {"num_seqs": 64})
+    found = ratios(key, config, h200)
+    scaled = ratios(twice, config, replace(h200, num_units=2 * h200.num_units))
+    assert scaled == pytest.approx(found, abs=0.02)
+    assert ratios(twice, config, h200) != pytest.approx(found, abs=0.02)
+    assert len(found) == len(NAMES)
 
 
 def test_read_outs_replace_estimates(items):

@@ -144,10 +144,17 @@ class Model:
     def fitted_on(self) -> list[str]:
         return sorted({sweep.device.name for sweep in self.sweeps})
 
-    def margin_on(self, device: DeviceInfo) -> float:
-        """Squared for another vendor's GPUs: none of theirs was measured."""
-        own = {sweep.device.platform for sweep in self.sweeps}
-        return self.margin if device.platform in own else self.margin**2
+    def margin_on(self, device: DeviceInfo, key: TuningKey) -> float:
+        """Squared for a vendor that no sweep has, or a head size; cubed for both."""
+        fields = key.to_dict()
+        unlike = [
+            all(sweep.device.platform != device.platform for sweep in self.sweeps),
+            all(
+                sweep.key.get("head_size") != fields.get("head_size")
+                for sweep in self.sweeps
+            ),
+        ]
+        return float(self.margin ** (1 + sum(unlike)))
 
 
 def sweep_jobs(sweeps: Iterable[Sweep]) -> Iterator[Job]:
@@ -235,7 +242,9 @@ def predicted_record(
         estimate_us(key, c, device, readout_of(key, c, device))
         for c in (default, config)
     ]
-    reason = _why_default(model, device, config == default, gain, times[0] / times[1])
+    reason = _why_default(
+        model, device, key, config == default, gain, times[0] / times[1]
+    )
     told: dict[str, Any] = {
         "basis": model.predictor.basis,
         "fitted_on": model.fitted_on,
@@ -243,7 +252,7 @@ def predicted_record(
         "sweeps": fingerprint(model.sweeps),
         "default": default.to_dict(),
         "predicted_gain": _rounded(gain),
-        "needed_gain": _rounded(model.margin_on(device)),
+        "needed_gain": _rounded(model.margin_on(device, key)),
         "serves": reason is None,
         "reason": reason,
     }
@@ -259,7 +268,12 @@ def predicted_record(
 
 
 def _why_default(
-    model: Model, device: DeviceInfo, is_default: bool, gain: float, estimated: float
+    model: Model,
+    device: DeviceInfo,
+    key: TuningKey,
+    is_default: bool,
+    gain: float,
+    estimated: float,
 ) -> str | None:
     """Why the default stays; None: the prediction may take its place."""
     if is_default:
@@ -268,7 +282,7 @@ def _why_default(
         return "nothing of this kernel was measured"
     if device.arch in {sweep.device.arch for sweep in model.sweeps}:
         return f"it was chosen by measurements on {device.arch}"
-    needed = model.margin_on(device)
+    needed = model.margin_on(device, key)
     if gain < needed:
         return f"a predicted gain of {gain:.2f} is below {needed:.2f}"
     if estimated < 1:
