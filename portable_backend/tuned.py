@@ -192,7 +192,11 @@ def _lookup(device: DeviceInfo) -> Lookup:
                 problem,
             )
     environment = Environment(
-        device.name, device.arch, current_digests(), current_toolchain()
+        device.name,
+        device.arch,
+        current_digests(),
+        current_toolchain(),
+        device.num_units,
     )
     store = RecordStore.open(settings.cache_dir, settings.cache_layers)
     return Lookup(

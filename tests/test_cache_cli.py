@@ -27,10 +27,16 @@ PLACE = ["--gpu", GPU, "--arch", "sm90"]
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """The user's cache, with one record; kernels and toolchain as it names them."""
+    """The user's cache, with one record; kernels and toolchain as it names them.
+
+    Nothing is shipped.
+    """
     folder = tmp_path / "cache"
     monkeypatch.setenv("PORTABLE_BACKEND_CACHE_DIR", str(folder))
     monkeypatch.delenv("PORTABLE_BACKEND_CACHE_LAYERS", raising=False)
+    monkeypatch.setattr(
+        "portable_backend.warmup.store.shipped_folder", lambda: tmp_path / "none"
+    )
     monkeypatch.setattr(cache, "current_digests", lambda: DIGESTS)
     monkeypatch.setattr(
         cache, "current_toolchain", lambda: dict(make_record().toolchain)

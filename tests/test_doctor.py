@@ -75,6 +75,9 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     digests = {"decode": "sha256:aa", "rms_norm": "sha256:aa"}
     monkeypatch.setattr(doctor_caches, "_digests", lambda: digests)
+    monkeypatch.setattr(
+        "portable_backend.warmup.store.shipped_folder", lambda: tmp_path / "shipped"
+    )
     disk = SimpleNamespace(free=1 << 40)
     monkeypatch.setattr(doctor_caches.shutil, "disk_usage", lambda path: disk)
     return folder
@@ -395,6 +398,24 @@ def test_records_are_counted_and_stale_ones_named(run, folder, capsys, monkeypat
     out = capsys.readouterr().out
     assert f"user cache: 2 records in {folder}" in out
     assert "keys with a record for nvidia_h200: decode 1" in out
+
+
+def test_predictions_count_as_not_tuned_and_are_told(run, folder, capsys, monkeypatch):
+    told = {"basis": "sweeps", "fitted_on": [], "num_units": 132, "serves": True}
+    record = make_record(
+        gpu="nvidia_h100",
+        time_us=None,
+        default_us=None,
+        verified=False,
+        unmeasured=told,
+    )
+    WritableLayer("", folder.parent / "shipped").merge_in([record])
+    _, (found,) = run()
+    assert found[:2] == UNTUNED
+    assert "default configs serve, but for 1 keys near which a prediction" in found[2]
+    monkeypatch.setattr(doctor, "SYSTEM", _system())
+    cli.main(["doctor"])
+    assert "shipped: 1 records, 1 of them unmeasured, in" in capsys.readouterr().out
 
 
 def test_damaged_files_are_named(run, folder):

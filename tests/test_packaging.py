@@ -139,7 +139,10 @@ def test_records_are_read_without_torch_and_triton(fresh_python, tmp_path):
     code = "import sys; from portable_backend.cli import main; "
     code += f"code = main(['cache', 'list', '--cache-dir', {str(tmp_path)!r}]); "
     code += "print(code, [m for m in ('torch', 'triton') if m in sys.modules])"
-    assert _run(fresh_python, code) == "no records in any layer\n0 []"
+    *listed, last = _run(fresh_python, code).splitlines()
+    # Tables for GPUs that nobody has measured come along.
+    assert any("shipped  decode  nvidia_a100" in line for line in listed)
+    assert last == "0 []"
 
 
 def test_tests_run_on_an_installation_not_on_the_checkout():

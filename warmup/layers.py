@@ -83,6 +83,9 @@ class Layer:
         self.name = name
         self.root = Path(root)
         self._reported: set[Path | str] = set()
+        # What files held when they were last read: who tunes reads them often.
+        self._parsed: dict[tuple[str, str], tuple[tuple[bytes | None, ...], LayerFile]]
+        self._parsed = {}
 
     def kernels(self) -> list[str]:
         return sorted(unquote(p.name) for p in self._listing(self.root) if p.is_dir())
@@ -101,7 +104,11 @@ class Layer:
     def load_file(self, kernel: str, gpu: str) -> LayerFile:
         # Journal first: what is compacted meanwhile is then found in the table.
         journal = self._read(self.path(kernel, gpu, JOURNAL)) or b""
-        held = self._parse(kernel, gpu, journal, self._read(self.path(kernel, gpu)))
+        contents = (journal, self._read(self.path(kernel, gpu)))
+        before, held = self._parsed.get((kernel, gpu), (None, None))
+        if held is None or before != contents:
+            held = self._parse(kernel, gpu, *contents)
+            self._parsed[kernel, gpu] = contents, held
         if tail := self._torn_tail(kernel, gpu, journal):
             path = self.path(kernel, gpu, JOURNAL)
             problem = f"{path}: the last line is torn after {len(tail)} bytes"

@@ -3,14 +3,15 @@
 
 Grades, best first: `exact`; `nearest`, the same GPU and a neighbouring size; `family`,
 another GPU of the architecture; `portfolio`, the few configs that cover most keys;
-`default`. Within a grade the nearest size comes first, then the layers in their order.
+`unmeasured`, what a model predicts for a GPU like this one; `default`. Within a grade
+the nearest size comes first, then the layers in their order.
 """
 
 import functools
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +22,13 @@ from portable_backend.warmup.matching import (
     code_differences,
     differences,
     toolchain_differences,
+    why_no_stand_in,
 )
 from portable_backend.warmup.records import TuningKey, TuningRecord
 from portable_backend.warmup.store import RecordStore
 
 logger = logging.getLogger("vllm.portable_backend.records")
-GRADES = ("exact", "nearest", "family", "portfolio", "default")
+GRADES = ("exact", "nearest", "family", "portfolio", "unmeasured", "default")
 # A neighbour this many factors of two away still runs in the same regime.
 MAX_DISTANCE = 2.0
 SpaceCheck = Callable[[TuningKey, KernelConfig], str | None]
@@ -66,6 +68,7 @@ class Candidate:
             "gpu": self.record.gpu,
             "config": self.record.config.to_dict(),
             "time_us": self.record.time_us,
+            "unmeasured": self.record.unmeasured,
             "differences": [item.to_dict() for item in self.differences],
         }
 
@@ -134,11 +137,16 @@ class _Index:
         self.exact: dict[TuningKey, list[_Row]] = {}
         self.near: dict[Any, list[_Row]] = {}
         self.family: dict[Any, list[_Row]] = {}
+        self.unmeasured: dict[Any, list[_Row]] = {}
         self.refused: dict[TuningKey, list[str]] = {}
         layers: dict[str, int] = {}
         for layer, record in store.records(kernel):
             order = layers.setdefault(layer, len(layers))
             if record.arch != environment.arch:
+                continue
+            if record.unmeasured is not None:
+                row = _Row(order, layer, record, ())
+                self.unmeasured.setdefault(record.key.structure, []).append(row)
                 continue
             is_ours = record.gpu == environment.gpu
             refusals = list(code_differences(record, environment, verified))
@@ -257,17 +265,22 @@ class Lookup:
     def _candidates(self, index: _Index, key: TuningKey) -> Iterator[tuple[str, _Row]]:
         for row in sorted(index.exact.get(key, ()), key=lambda row: row.rank):
             yield "exact", row
-        for grade, rows in (("nearest", index.near), ("family", index.family)):
-            reachable = []
-            for row in rows.get(key.structure, ()):
-                distance = key.distance(row.record.key)
-                is_exact = grade == "nearest" and row.record.key == key
-                if distance <= self._max_distance and not is_exact:
-                    # Of two neighbours as near, the larger: work is rounded up.
-                    size = -sum(math.log2(n + 1) for _, n in row.record.key.sizes)
-                    reachable.append(((distance, size, row.rank), row))
-            reachable.sort(key=lambda pair: pair[0])
-            yield from ((grade, row) for _, row in reachable)
+        for row in self._near(index.near, key):
+            if row.record.key != key:
+                yield "nearest", row
+        yield from (("family", row) for row in self._near(index.family, key))
+
+    def _near(self, rows: Mapping[Any, list[_Row]], key: TuningKey) -> list[_Row]:
+        """The rows within reach, the nearest first."""
+        reachable = []
+        for row in rows.get(key.structure, ()):
+            distance = key.distance(row.record.key)
+            if distance <= self._max_distance:
+                # Of two neighbours as near, the larger: work is rounded up.
+                size = -sum(math.log2(n + 1) for _, n in row.record.key.sizes)
+                reachable.append(((distance, size, row.rank), row))
+        reachable.sort(key=lambda pair: pair[0])
+        return [row for _, row in reachable]
 
     def _fall_back(self, key: TuningKey, reasons: list[str]) -> Choice:
         ours = self.environment
@@ -288,10 +301,36 @@ class Lookup:
                     self._note_mismatch(key.kernel, layer, mismatch, reasons)
                     return Choice(config, "portfolio", layer, None, tuple(reasons))
                 reasons.append(f"{layer}: config {config.to_dict()} refused: {refusal}")
+        choice = self._predicted(key, reasons)
+        if choice is not None:
+            return choice
         if not reasons:
             reasons.append(f"no record near {key} for {self.environment.gpu}")
         logger.debug("%s: default config: %s", key, "; ".join(reasons))
         return Choice(self._default(key), "default", None, None, tuple(reasons))
+
+    def _predicted(self, key: TuningKey, reasons: list[str]) -> Choice | None:
+        """What nobody has measured, where it may stand in for the default.
+
+        The nearest prediction decides: where its evidence does not do, the default
+        stays, whatever is predicted for other sizes.
+        """
+        for row in self._near(self._index(key.kernel).unmeasured, key):
+            record, told = row.record, row.record.unmeasured or {}
+            refusal = why_no_stand_in(record, self.environment)
+            refusal = refusal or self._space_check(key, record.config)
+            if refusal is not None:
+                reasons.append(f"{row.layer}: predicted for {record.gpu}: {refusal}")
+                continue
+            if not told["serves"]:
+                why = told.get("reason") or "the evidence does not do"
+                reasons.append(f"{row.layer}: predicted, but the default stays: {why}")
+                return None
+            reasons.append(f"{row.layer}: predicted from {told['basis']}, not measured")
+            return Choice(
+                record.config, "unmeasured", row.layer, record, tuple(reasons)
+            )
+        return None
 
     def _note_mismatch(
         self,

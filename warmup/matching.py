@@ -7,6 +7,9 @@ from typing import Any
 
 from portable_backend.warmup.records import SIZE_FIELDS, TuningKey, TuningRecord
 
+# A prediction counts waves of programs: it stands for GPUs of about as many units.
+UNITS_MARGIN = 1.1
+
 
 @dataclass(frozen=True)
 class Environment:
@@ -17,12 +20,14 @@ class Environment:
         arch: its architecture.
         digests: digest of each kernel's code as installed; None leaves it unchecked.
         toolchain: versions; empty leaves them unchecked.
+        num_units: of the GPU; None: unknown, and predictions serve by its name alone.
     """
 
     gpu: str
     arch: str
     digests: Mapping[str, str] | None = None
     toolchain: Mapping[str, str | None] = field(default_factory=dict)
+    num_units: int | None = None
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,7 @@ class Difference:
     """One field in which a record is not what was wanted.
 
     Attributes:
-        field: `kernel_digest`, `verified`, `gpu`, `arch`, a key's field,
+        field: `kernel_digest`, `verified`, `unmeasured`, `gpu`, `arch`, a key's field,
             `toolchain.<package>` or `config`.
         wanted: what an exact hit holds.
         stored: what the record holds.
@@ -74,8 +79,35 @@ def code_differences(
         wanted = environment.digests.get(record.key.kernel, "none: unknown kernel")
         if record.kernel_digest != wanted:
             yield Difference("kernel_digest", wanted, record.kernel_digest)
-    if require_verified and not record.verified:
+    if record.unmeasured is not None:
+        yield Difference("unmeasured", "measured", dict(record.unmeasured))
+    elif require_verified and not record.verified:
         yield Difference("verified", True, False)
+
+
+def why_no_stand_in(record: TuningRecord, environment: Environment) -> str | None:
+    """Why a prediction is not for this environment, or None where it is.
+
+    Its code and GPU must fit. A GPU that the model was fitted on is never served: its
+    defaults were chosen by measurements.
+    """
+    told = record.unmeasured
+    if told is None:
+        return "it was measured"
+    wanted = (environment.digests or {}).get(record.key.kernel, record.kernel_digest)
+    if record.arch != environment.arch:
+        return f"it is for {record.arch}"
+    if record.kernel_digest != wanted:
+        return f"kernel_digest: wanted {wanted}, stored {record.kernel_digest}"
+    if environment.gpu in told["fitted_on"]:
+        return f"its model was fitted on {environment.gpu}"
+    units, predicted = environment.num_units, told["num_units"]
+    if record.gpu != environment.gpu:
+        if units is None:
+            return f"it is for {predicted} units, here their number is not known"
+        if not 1 / UNITS_MARGIN <= units / predicted <= UNITS_MARGIN:
+            return f"it is for {predicted} units, here are {units}"
+    return None
 
 
 def toolchain_differences(
@@ -123,4 +155,6 @@ def differences(
     if space_reason is not None:
         wanted = f"within today's space ({space_reason})"
         found.append(Difference("config", wanted, record.config.to_dict()))
+    if record.unmeasured is not None:  # no time depends on a toolchain
+        return tuple(found)
     return (*found, *toolchain_differences(record.toolchain, environment))

@@ -121,7 +121,7 @@ class TuningRecord:
         config: the launch parameters.
         gpu: canonical device name, "nvidia_h200".
         arch: "sm90", "gfx942".
-        time_us: median time of one launch.
+        time_us: median time of one launch; None where nobody has measured it.
         default_us: the default config's, measured beside it; None: unknown.
         error_ratio: our error against the fp32 oracle over torch's; None: unknown.
         kernel_digest: `kernel_digest()` of the code that was measured.
@@ -129,6 +129,10 @@ class TuningRecord:
         verified: the output matched the oracle on the GPU that was measured.
         measured: ISO date.
         trials: configs that were tried for this key.
+        unmeasured: why the config is thought good although nobody has measured it;
+            None: it was measured. Of `basis`, "sweeps" of other GPUs or "resources"
+            alone, `fitted_on`, these GPUs' names, `num_units` of this one, and
+            `serves`, whether that is enough to take the default's place.
         extra: fields that this version does not know, kept as they are.
     """
 
@@ -136,7 +140,7 @@ class TuningRecord:
     config: KernelConfig
     gpu: str
     arch: str
-    time_us: float
+    time_us: float | None
     kernel_digest: str
     toolchain: Mapping[str, str | None] = field(default_factory=dict)
     default_us: float | None = None
@@ -144,6 +148,7 @@ class TuningRecord:
     verified: bool = False
     measured: str | None = None
     trials: int | None = None
+    unmeasured: Mapping[str, Any] | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -154,11 +159,20 @@ class TuningRecord:
                 raise RecordError(
                     f"{name} must be {expected}, got {_given(self, name)}"
                 )
+        if (self.time_us is None) != (self.unmeasured is not None):
+            raise RecordError(
+                f"time_us must be {_MICROSECONDS}, or null in an entry that says "
+                f"unmeasured, got {_given(self, 'time_us')}"
+            )
+        if self.unmeasured is not None and self.verified:
+            raise RecordError("verified must be false where unmeasured is given")
 
     def to_dict(self) -> dict[str, Any]:
         """The entry as stored: all but kernel, gpu and arch, which the header holds."""
+        told = {} if self.unmeasured is None else {"unmeasured": self.unmeasured}
         return {
             **self.extra,
+            **told,
             "key": self.key.to_dict(),
             "config": self.config.to_dict(),
             "time_us": self.time_us,
@@ -201,7 +215,8 @@ class TuningRecord:
     @functools.cached_property
     def rank(self) -> tuple[bool, float, str]:
         """Total order, best first: verified, then fast, then any fixed order."""
-        return not self.verified, float(self.time_us), self.content
+        time_us = math.inf if self.time_us is None else float(self.time_us)
+        return not self.verified, time_us, self.content
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, TuningRecord) and self.content == other.content
@@ -314,14 +329,32 @@ def _is_count(value: Any) -> bool:
     return value is None or (is_whole and value >= 0)
 
 
+def _is_unmeasured(value: Any) -> bool:
+    if value is None:
+        return True
+    if not isinstance(value, Mapping):
+        return False
+    fitted_on, units = value.get("fitted_on"), value.get("num_units")
+    return (
+        value.get("basis") in ("sweeps", "resources")
+        and isinstance(fitted_on, list | tuple)
+        and all(isinstance(name, str) for name in fitted_on)
+        and isinstance(units, int)
+        and units > 0
+        and isinstance(value.get("serves"), bool)
+    )
+
+
+_UNMEASURED = "basis, fitted_on, num_units and serves"
 _MICROSECONDS = f"microseconds above 0 and at most {MAX_TIME_US:.0f}"
 _CHECKS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("time_us", _is_time, _MICROSECONDS),
+    ("time_us", lambda v: v is None or _is_time(v), _MICROSECONDS),
     ("default_us", lambda v: v is None or _is_time(v), f"null or {_MICROSECONDS}"),
     ("error_ratio", _is_ratio, "null or a number, 0 or more"),
     ("verified", lambda v: isinstance(v, bool), "true or false"),
     ("measured", _is_date, "null or an ISO date"),
     ("trials", _is_count, "null or a count"),
+    ("unmeasured", _is_unmeasured, f"null or an object of {_UNMEASURED}"),
     ("toolchain", _is_toolchain, "an object of version strings"),
     ("kernel_digest", lambda v: isinstance(v, str) and v != "", "a digest"),
 )

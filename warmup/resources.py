@@ -110,7 +110,7 @@ UNIT_LIMITS: dict[str, UnitLimits] = {
 }
 # As in DeviceInfo: an architecture that is not listed counts as a small one.
 _FALLBACK = {"cuda": "sm86", "hip": "gfx1100", "interpreter": "sm80"}
-_LATENCY_US = 0.8  # of a trip to device memory
+LATENCY_US = 0.8  # of a trip to device memory
 _LAUNCH_US = 2.0
 _MODEL_US = 5.0  # what the model may err by on launches that take no time
 
@@ -171,7 +171,7 @@ def over_limit(readout: Readout, device: DeviceInfo) -> str | None:
 
 
 @dataclass(frozen=True)
-class _Work:
+class Work:
     """What one launch has to do, as the model sees it.
 
     Attributes:
@@ -216,9 +216,7 @@ def estimate_us(
     Raises:
         ValueError: the key is no kernel's.
     """
-    spec_of(key)
-    fields: dict[str, Any] = key.to_dict()
-    work = _WORK[key.kernel](fields, config, device)
+    work = work_of(key, config, device)
     num_warps = config["num_warps"]
     held: int | None = None
     spills = 0
@@ -233,11 +231,12 @@ def estimate_us(
         )
     if held < 1:
         return math.inf
-    return _time_us(work, held, num_warps, spills, fields["dtype"], device)
+    dtype = str(key.to_dict()["dtype"])
+    return _time_us(work, held, num_warps, spills, dtype, device)
 
 
 def _time_us(
-    work: _Work, held: int, num_warps: int, spills: int, dtype: str, device: DeviceInfo
+    work: Work, held: int, num_warps: int, spills: int, dtype: str, device: DeviceInfo
 ) -> float:
     unit = unit_limits(device)
     # Programs of the fullest unit, and of those the ones it works on at a time.
@@ -253,7 +252,7 @@ def _time_us(
     compute = work.flops * share / (rate * (0.3 + 0.5 * busy))
     # One unit alone gets up to four times its part of the memory's bandwidth.
     bandwidth = device.num_units * unit.bytes_per_us
-    in_flight = resident * work.flight_bytes / _LATENCY_US
+    in_flight = resident * work.flight_bytes / LATENCY_US
     own = min(4 * unit.bytes_per_us, in_flight)
     memory = max(
         work.read_bytes / bandwidth,
@@ -261,7 +260,7 @@ def _time_us(
         work.tile_bytes / (4 * bandwidth),
     )
     rounds = math.ceil(in_unit / held)
-    chain = (2 + work.steps) * _LATENCY_US
+    chain = (2 + work.steps) * LATENCY_US
     latency = chain * (1 + (rounds - 1) / max(1, min(4, resident)))  # others hide it
     slow = 1 + spills / 128
     spread = max(compute, memory) + 0.2 * min(compute, memory)
@@ -282,7 +281,7 @@ def _seen(fields: Mapping[str, Any], keys: float) -> float:
 
 def _prefill_work(
     fields: Mapping[str, Any], config: KernelConfig, device: DeviceInfo
-) -> _Work:
+) -> Work:
     kv_heads, group, padded, size = _heads(fields)
     block_m, block_n, pack = config["BLOCK_M"], config["BLOCK_N"], config["PACK"]
     num_seqs, query_len = fields["num_seqs"], fields["query_len"]
@@ -311,7 +310,7 @@ def _prefill_work(
         flops *= 1.1
     if config.get("DELAY_PV"):
         flops *= 0.9  # exponentials beside products
-    return _Work(
+    return Work(
         programs=programs,
         flops=flops,
         read_bytes=num_seqs * length * kv_heads * kv_bytes + queries,
@@ -326,7 +325,7 @@ def _prefill_work(
 
 def _decode_work(
     fields: Mapping[str, Any], config: KernelConfig, device: DeviceInfo
-) -> _Work:
+) -> Work:
     kv_heads, group, padded, size = _heads(fields)
     block_n, stages = config["BLOCK_N"], config["num_stages"]
     num_seqs, query_len = fields["num_seqs"], fields["query_len"]
@@ -349,7 +348,7 @@ def _decode_work(
     shared = size * (padded * (block_m + 2 * block_n * buffers) + block_m * block_n)
     if device.platform == "hip":
         shared = size * padded * max(block_m, 2 * block_n * buffers)
-    return _Work(
+    return Work(
         programs=programs,
         flops=programs * 4 * block_m * padded * tiles * block_n,
         read_bytes=wanted + partial,
@@ -364,7 +363,7 @@ def _decode_work(
 
 def _rms_norm_work(
     fields: Mapping[str, Any], config: KernelConfig, device: DeviceInfo
-) -> _Work:
+) -> Work:
     num_rows, row_size = fields["num_rows"], fields["row_size"]
     size = DTYPES[fields["dtype"]].itemsize
     streams = 2 if fields["fused_add"] else 1
@@ -376,7 +375,7 @@ def _rms_norm_work(
     lanes = config["num_warps"] * device.limits.warp_size
     moved = 2 * streams * num_rows * row_size * size
     each = tile / lanes * streams * size / 4 * (2 if per_unit else 1)
-    return _Work(
+    return Work(
         programs=programs,
         flops=0.0,
         read_bytes=moved,
@@ -390,14 +389,14 @@ def _rms_norm_work(
 
 def _kv_cache_work(
     fields: Mapping[str, Any], config: KernelConfig, device: DeviceInfo
-) -> _Work:
+) -> Work:
     size = DTYPES[fields["dtype"]].itemsize
     elements = fields["num_tokens"] * fields["num_kv_heads"] * fields["head_size"]
     vector = math.gcd(fields["head_size"], 16 // size)
     vectors = config["VECTORS"]
     programs = -(-elements // (vector * vectors))
     lanes = config["num_warps"] * device.limits.warp_size
-    return _Work(
+    return Work(
         programs=programs,
         flops=0.0,
         read_bytes=4 * elements * size,
@@ -409,7 +408,7 @@ def _kv_cache_work(
     )
 
 
-_WORK: dict[str, Callable[[Mapping[str, Any], KernelConfig, DeviceInfo], _Work]] = {
+_WORK: dict[str, Callable[[Mapping[str, Any], KernelConfig, DeviceInfo], Work]] = {
     "prefill": _prefill_work,
     "decode": _decode_work,
     "rms_norm": _rms_norm_work,
@@ -417,8 +416,18 @@ _WORK: dict[str, Callable[[Mapping[str, Any], KernelConfig, DeviceInfo], _Work]]
 }
 
 
+def work_of(key: TuningKey, config: KernelConfig, device: DeviceInfo) -> Work:
+    """What one launch of a config has to do, by formulas.
+
+    Raises:
+        ValueError: the key is no kernel's.
+    """
+    spec_of(key)
+    return _WORK[key.kernel](key.to_dict(), config, device)
+
+
 # What the estimate reads of a config; few of them differ in that.
-_READS: dict[str, tuple[str, ...]] = {
+READS: dict[str, tuple[str, ...]] = {
     "prefill": (
         *("BLOCK_M", "BLOCK_N", "PACK", "LOAD", "REFERENCE", "DELAY_PV"),
         *("maxnreg", "num_stages", "num_warps"),
@@ -437,7 +446,7 @@ def estimates_us(
 ) -> list[float]:
     """`estimate_us` of each config, but quicker where they are many."""
     spec_of(key)
-    reads, known = _READS[key.kernel], {}
+    reads, known = READS[key.kernel], {}
     times: list[float] = []
     for config in configs:
         readout = readouts.get(config) if readouts else None

@@ -80,7 +80,11 @@ def qualities(
             other = record.kernel_digest != sweep.kernel_digest
             return other, dict(record.toolchain) != dict(sweep.toolchain), record.rank
 
-        own = [r for r in records if r.key == key and r.gpu == sweep.device.name]
+        own = [
+            r
+            for r in records
+            if r.key == key and r.gpu == sweep.device.name and r.unmeasured is None
+        ]
         record = min(own, key=place, default=None)
         time_us = times.get(record.config) if record else None
         is_in_sweep = time_us is not None

@@ -119,9 +119,10 @@ class Outcome:
     @property
     def gain(self) -> float | None:
         """The default's time over the config's; None where either is unknown."""
-        if self.record is None or not self.record.default_us:
+        record = self.record
+        if record is None or not record.default_us or record.time_us is None:
             return None
-        return self.record.default_us / self.record.time_us
+        return record.default_us / record.time_us
 
     def to_dict(self) -> dict[str, Any]:
         """For people's scripts: what `tune --json` prints for a unit."""

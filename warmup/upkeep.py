@@ -127,6 +127,7 @@ def _judge(record: TuningRecord, measurer: Measurer) -> Verdict:
             time_us=result.time_us,
             error_ratio=result.error_ratio,
             default_us=result.default_us or record.default_us,
+            unmeasured=None,
             verified=True,
             measured=date.today().isoformat(),
         )

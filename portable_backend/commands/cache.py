@@ -47,7 +47,9 @@ def add_parser(groups: Any) -> None:
         return parser
 
     _add_filters(add("list", run_list, "files of every layer, and what is wrong"))
-    _add_filters(add("show", run_show, "every record that is served"))
+    parser = add("show", run_show, "every record that is served")
+    parser.add_argument("--unmeasured", action="store_true", help="predictions too")
+    _add_filters(parser)
     parser = add("explain", run_explain, "why a lookup gives what it gives")
     parser.add_argument("kernel")
     parser.add_argument("field", nargs="+", help="name=value, such as num_seqs=32")
@@ -88,6 +90,7 @@ def run_list(args: argparse.Namespace) -> int:
                     "gpu": gpu,
                     "records": len(merged.served),
                     "verified": sum(record.verified for record in merged.served),
+                    "unmeasured": sum(r.unmeasured is not None for r in merged.served),
                     "history": len(merged.history),
                     "digests": sorted({r.kernel_digest for r in merged.served}),
                     "problems": list(held.problems),
@@ -96,22 +99,36 @@ def run_list(args: argparse.Namespace) -> int:
             )
     lines = [
         f"{row['layer']}  {row['kernel']}  {row['gpu']}: {row['records']} records, "
-        f"{row['verified']} verified, {row['history']} in history  ({row['path']})"
+        f"{row['verified']} verified, {_count_unmeasured(row)}{row['history']} in "
+        f"history  ({row['path']})"
         for row in rows
     ]
     _print(args, rows, lines or ["no records in any layer"])
     return FAILED if any(row["problems"] for row in rows) else DONE
 
 
+def _count_unmeasured(row: dict[str, Any]) -> str:
+    return f"{row['unmeasured']} unmeasured, " if row["unmeasured"] else ""
+
+
 def run_show(args: argparse.Namespace) -> int:
-    rows, lines = [], []
+    rows, lines, left_out = [], [], 0
     for layer in _store(args).layers:
         for record in _served(layer, args):
+            # Of many GPUs: only what is asked for by name.
+            if record.unmeasured is not None and not (args.unmeasured or args.gpu):
+                left_out += 1
+                continue
             place = {"layer": layer.name, "kernel": record.key.kernel}
             place |= {"gpu": record.gpu, "arch": record.arch}
             rows.append(place | record.to_dict())
             lines.append(_line(layer.name, record))
-    _print(args, rows, lines or ["no records in any layer"])
+    none = "no records in any layer"
+    if left_out:
+        none = (
+            f"nothing measured in any layer; --unmeasured shows {left_out} predictions"
+        )
+    _print(args, rows, lines or [none])
     return DONE
 
 
@@ -329,7 +346,9 @@ def _environment(args: argparse.Namespace, device: DeviceInfo | None) -> Environ
         print(f"kernel_digest is not compared: {error}", file=sys.stderr)
         digests = None
     gpu, arch = (device.name, device.arch) if device else (args.gpu, args.arch)
-    return Environment(gpu, arch, digests, current_toolchain())
+    # A GPU that is only named has no known number of units.
+    units = device.num_units if device and args.gpu is None else None
+    return Environment(gpu, arch, digests, current_toolchain(), units)
 
 
 def _space_check(device: DeviceInfo | None) -> SpaceCheck | None:
@@ -346,6 +365,14 @@ def _space_check(device: DeviceInfo | None) -> SpaceCheck | None:
 
 def _line(layer: str, record: TuningRecord) -> str:
     config = " ".join(f"{name}={value}" for name, value in record.config.items_)
+    if record.unmeasured is not None:
+        told = record.unmeasured
+        serves = "serves" if told["serves"] else "the default stays"
+        why = f" ({told['reason']})" if told.get("reason") else ""
+        return (
+            f"{layer}  {record.gpu}  {record.key}: unmeasured, predicted from "
+            f"{told['basis']}, {serves}{why}, {config}"
+        )
     state = "verified" if record.verified else "not verified"
     gain = ""
     if record.default_us:

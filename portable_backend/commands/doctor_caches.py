@@ -17,7 +17,7 @@ from portable_backend.commands.doctor_probes import (
     Examination,
     Finding,
 )
-from portable_backend.device import interpreting
+from portable_backend.device import DeviceInfo, interpreting
 from portable_backend.errors import UnsupportedError
 from portable_backend.kernels.config import KernelConfig
 from portable_backend.warmup.digest import current_digests
@@ -29,12 +29,18 @@ from portable_backend.warmup.layers import (
     why_no_folder,
 )
 from portable_backend.warmup.lookup import GRADES, Lookup
-from portable_backend.warmup.matching import Environment, current_toolchain
+from portable_backend.warmup.matching import (
+    Environment,
+    current_toolchain,
+    why_no_stand_in,
+)
 from portable_backend.warmup.store import SHIPPED, RecordStore
 from portable_backend.warmup.tables import merge_records
 
 # Compiled kernels of a model take a few hundred megabytes.
 ENOUGH_BYTES = 1 << 30
+# Grades that stand for no measurement.
+UNTUNED = ("unmeasured", "default")
 
 
 def caches(ex: Examination) -> Iterator[Finding]:
@@ -90,16 +96,18 @@ def tuned(ex: Examination) -> Iterator[Finding]:
         return
     info, store = ex.gpu.info, _store(ex)
     if units is None:
-        yield _records_of(store, info.name)
+        yield _records_of(store, info)
         return
     from portable_backend.warmup.space_check import space_check
 
-    environment = Environment(info.name, info.arch, _digests(), current_toolchain())
+    environment = Environment(
+        info.name, info.arch, _digests(), current_toolchain(), info.num_units
+    )
     lookup = Lookup(
         store, environment, lambda key: KernelConfig(()), space_check=space_check(info)
     )
     grades = {unit.key: lookup.choose(unit.key).grade for unit in units}
-    share = sum(unit.weight for unit in units if grades[unit.key] != "default")
+    share = sum(u.weight for u in units if grades[u.key] not in UNTUNED)
     parts = []
     for name, counts in lookup.grade_counts().items():
         shown = [f"{counts[grade]} {grade}" for grade in GRADES if grade in counts]
@@ -114,18 +122,37 @@ def tuned(ex: Examination) -> Iterator[Finding]:
     )
 
 
-def _records_of(store: RecordStore, gpu: str) -> Finding:
+def _records_of(store: RecordStore, info: DeviceInfo) -> Finding:
+    gpu = info.name
     counts: Counter[str] = Counter()
     for kernel in store.kernels():
-        records = [r for _, r in store.records(kernel) if r.gpu == gpu]
+        records = [
+            r
+            for _, r in store.records(kernel)
+            if r.gpu == gpu and r.time_us is not None
+        ]
         counts[kernel] = len({record.key for record in records})
     shown = ", ".join(f"{name} {count}" for name, count in counts.items() if count)
     if not shown:
         text = f"nothing is tuned for {gpu}: default configs serve"
+        text += _predicted(store, info)
         remedy = "portable-backend tune --model MODEL"
         return Finding("tuned", WARNING, text, remedy, {"records": {}})
     text = f"keys with a record for {gpu}: {shown}"
     return Finding("tuned", OK, text, data={"records": dict(counts)})
+
+
+def _predicted(store: RecordStore, info: DeviceInfo) -> str:
+    """How many predictions may serve this GPU in the defaults' place."""
+    environment = Environment(info.name, info.arch, _digests(), {}, info.num_units)
+    count = sum(
+        why_no_stand_in(record, environment) is None
+        and bool((record.unmeasured or {})["serves"])
+        for kernel in store.kernels()
+        for _, record in store.records(kernel)
+        if record.unmeasured is not None
+    )
+    return f", but for {count} keys near which a prediction does" if count else ""
 
 
 def _layer(layer: Layer, digests: Mapping[str, str] | None) -> Iterator[Finding]:
@@ -136,8 +163,9 @@ def _layer(layer: Layer, digests: Mapping[str, str] | None) -> Iterator[Finding]
         remedy = "correct PORTABLE_BACKEND_CACHE_LAYERS, or mount the folder"
         yield Finding("caches", WARNING, f"{name}: {root} {problem}", remedy)
         return
-    count, stale, problems = _contents(layer, digests)
+    count, unmeasured, stale, problems = _contents(layer, digests)
     data = {"layer": name, "path": str(root), "records": count, "stale": stale}
+    data["unmeasured"] = unmeasured
     held = f"{count} records, but " if count else ""
     unwritable = why_not_writable(root) if is_writable else None
     if unwritable:
@@ -155,7 +183,9 @@ def _layer(layer: Layer, digests: Mapping[str, str] | None) -> Iterator[Finding]
         text = f"{name}: {held}cannot be read: {hidden[0]}{more}"
         yield Finding("caches", WARNING, text, "correct the permissions", data)
     if not (unwritable or hidden):
-        yield Finding("caches", OK, f"{name}: {count} records in {root}", data=data)
+        told = f", {unmeasured} of them unmeasured," if unmeasured else ""
+        text = f"{name}: {count} records{told} in {root}"
+        yield Finding("caches", OK, text, data=data)
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         yield Finding(
@@ -178,19 +208,21 @@ def _layer(layer: Layer, digests: Mapping[str, str] | None) -> Iterator[Finding]
 
 def _contents(
     layer: Layer, digests: Mapping[str, str] | None
-) -> tuple[int, int, list[str]]:
-    """Records that are served, those of other code, and what could not be read."""
-    count = stale = 0
+) -> tuple[int, int, int, list[str]]:
+    """Records that are served, those of them that nobody has measured, those of other
+    code, and what could not be read."""
+    count = unmeasured = stale = 0
     problems: list[str] = []
     for kernel in layer.kernels():
         for held in layer.load(kernel):
             served = merge_records(held.records).served
             count += len(served)
+            unmeasured += sum(record.unmeasured is not None for record in served)
             if digests is not None:
                 wanted = digests.get(kernel)
                 stale += sum(record.kernel_digest != wanted for record in served)
             problems += held.problems
-    return count, stale, problems
+    return count, unmeasured, stale, problems
 
 
 def _unreadable(root: Path) -> list[str]:

@@ -290,7 +290,7 @@ def _lookups(device: DeviceInfo) -> "list[Lookup]":
     return [
         Lookup(
             store,
-            Environment(gpu, device.arch, digests, toolchain),
+            Environment(gpu, device.arch, digests, toolchain, device.num_units),
             lambda key: spec_of(key).default(key, device),
             space_check=space_check(device),
         )
