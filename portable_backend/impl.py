@@ -18,6 +18,7 @@ from portable_backend.kernels.attention import attend
 from portable_backend.metadata import PlanKey, PortableMetadata
 from portable_backend.plugin import NAME
 from portable_backend.settings import get_settings
+from portable_backend.warmup.toolchain import settle
 
 logger = init_logger("vllm.portable_backend")
 
@@ -156,6 +157,8 @@ class PortableImpl(AttentionImpl[PortableMetadata]):
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Called when weights are loaded, and again when they are reloaded."""
         device = torch.empty(0, device=current_platform.device_type).device
+        # Before vLLM has PyTorch compile, so that all starts find the same kernels.
+        settle(DeviceInfo.detect(device))
         if get_settings().compile_ahead == "on":
             from portable_backend.startup import load_norms  # brings compilers along
 

@@ -434,7 +434,17 @@ def _compile(binaries: Sequence[Binary], device: DeviceInfo, folder: Path) -> Wa
                 folder,
             )
         workers = min(MAX_WORKERS, len(os.sched_getaffinity(0)))
-        return warm_binaries(binaries, device, workers=workers)
+        warmed = warm_binaries(binaries, device, workers=workers)
+        failed = dict(warmed.failures)
+        lost = missing_binaries([b for b in binaries if b not in failed], device)
+    if lost:
+        note = (
+            f"{len(lost)} kernels were compiled by another compiler than this process "
+            f"uses, and are compiled again, one after the other: {lost[0]}"
+        )
+        _start.notes.append(note)
+        logger.warning("%s", note)
+    return warmed
 
 
 @contextlib.contextmanager

@@ -5,8 +5,11 @@ Not collected by itself, since Triton's interpreter must be off before triton lo
 """
 
 import logging
+import os
+import shlex
 import threading
 from dataclasses import replace
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -24,6 +27,7 @@ from portable_backend.device import DeviceInfo
 from portable_backend.kernels.config import KernelConfig
 from portable_backend.kernels.plan import StepKind, default_config
 from portable_backend.settings import Settings
+from portable_backend.warmup import compile_pool, toolchain
 from portable_backend.warmup.binaries import serving_launches
 from portable_backend.warmup.binary import binaries_of_launches
 from portable_backend.warmup.buckets import EngineLimits
@@ -126,6 +130,57 @@ def test_a_cold_start_compiles_ahead_and_the_next_one_finds_it(
     assert report.compiled == 0 and report.binaries == len(first.ready)
     assert report.mode == "off" and report.grades == {}
     assert report.extra["triton_cache"] == str(tmp_path / "triton")
+
+
+@pytest.fixture
+def another_ptxas(tmp_path, monkeypatch):
+    """Named after Triton has asked the usual one, as PyTorch's compiler does it."""
+    tool = Path(knobs.nvidia.ptxas.path)
+    script = tmp_path / "ptxas"
+    script.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && echo another build\n'
+        f'exec {shlex.quote(str(tool))} "$@"\n'
+    )
+    script.chmod(0o755)
+    monkeypatch.setattr(toolchain, "_settled", [])
+    toolchain.settle(GPU)
+    for name in ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH"):
+        monkeypatch.setenv(name, str(script))
+
+
+def cold_start(monkeypatch):
+    """(state of a start, kernels compiled in this process)."""
+    monkeypatch.setattr(startup, "_start", startup._Start())
+    here = []
+
+    def listen(*, src, cache_hit, **_):
+        here.extend([] if cache_hit else [src.fn.__name__])
+
+    with mock.patch.object(knobs.compilation, "listener", listen):
+        walk(
+            "cuda", SMOLLM2, SMALL, 5,
+            compiler=compile_for_real, on_start=lambda found: None,
+        )  # fmt: skip
+    return startup._start, here
+
+
+def test_workers_use_the_compiler_that_this_process_settled_on(
+    another_ptxas, monkeypatch
+):
+    state, here = cold_start(monkeypatch)
+    assert state.compiled == len(state.ready) > 10
+    assert not here and not state.notes
+
+
+def test_kernels_of_another_compiler_are_told(another_ptxas, monkeypatch, caplog):
+    monkeypatch.setattr(
+        compile_pool, "child_environment", lambda device: dict(os.environ)
+    )
+    state, here = cold_start(monkeypatch)
+    assert len(here) == state.compiled > 10  # the bug that this would be
+    (note,) = state.notes
+    assert "compiled by another compiler" in note
+    assert note in caplog.messages
 
 
 @pytest.mark.parametrize("config", [GPT_OSS, GEMMA2, LLAMA])

@@ -28,6 +28,7 @@ from portable_backend.warmup.activity import Activity
 from portable_backend.warmup.kernel_specs import DTYPES, spec_of
 from portable_backend.warmup.records import TuningKey
 from portable_backend.warmup.resources import Readout, over_limit
+from portable_backend.warmup.toolchain import child_environment
 
 WORKER = (sys.executable, "-P", "-m", "portable_backend.warmup.compile_worker")
 _START_LIMIT_S = 120.0  # imports torch, perhaps from a cold disk
@@ -296,7 +297,8 @@ class CompileWorker:
 
     def _start(self) -> str | None:
         """Start a process; why it did not come up, or None."""
-        environment = os.environ | dict.fromkeys(_HIDDEN, "") | {"OMP_NUM_THREADS": "1"}
+        environment = child_environment(self.device)
+        environment |= dict.fromkeys(_HIDDEN, "") | {"OMP_NUM_THREADS": "1"}
         environment.pop("TRITON_INTERPRET", None)  # the interpreter compiles nothing
         with self._lock:
             if self._killed:

@@ -15,6 +15,7 @@ from typing import IO, Any
 
 from portable_backend.errors import PortableBackendError
 from portable_backend.warmup.activity import Activity
+from portable_backend.warmup.toolchain import child_environment
 
 # Exit code of a child that gave its memory back to an engine that was busy for long.
 RELEASED = 75
@@ -69,7 +70,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=self._stderr,
                 stderr=self._stderr,
-                env={**os.environ, **env},
+                env={**child_environment(), **env},
                 pass_fds=(theirs_in, theirs_out),
                 start_new_session=True,
             )

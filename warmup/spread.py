@@ -21,6 +21,7 @@ from typing import IO, Any, Protocol
 
 from portable_backend.errors import bad_argument
 from portable_backend.warmup.shares import Shares
+from portable_backend.warmup.toolchain import child_environment
 from portable_backend.warmup.tools import Recipe
 from portable_backend.warmup.tuning_options import TuneOptions
 from portable_backend.warmup.tuning_report import Event, Outcome, Task, parse_message
@@ -326,7 +327,7 @@ class GpuCrew:
     def _launch(self, number: int) -> None:
         self._starts_left[number] -= 1
         ours, theirs = os.pipe()
-        environ = os.environ | dict.fromkeys(VISIBLE, self.gpus[number])
+        environ = child_environment() | dict.fromkeys(VISIBLE, self.gpus[number])
         command = [sys.executable, "-P", "-m", "portable_backend.warmup.spread_worker"]
         try:
             process = subprocess.Popen(
