@@ -84,7 +84,8 @@ def default_config(
     if element_size == 4:  # dots run unrolled on plain ALUs
         fast = _Fast(16 if padded >= 128 else 32)
     elif device.platform == "hip":
-        fast = _Fast(32 if device.arch == "gfx1100" else 64)
+        small = 16 if padded > 128 else 32  # more spill
+        fast = _Fast(small if device.arch == "gfx1100" else 64)
     elif device.arch == "sm90":
         fast = _fast_on_sm90(
             head_size=head_size,

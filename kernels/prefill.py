@@ -86,8 +86,12 @@ def default_config(
         # spills and minutes of compile time.
         block_m, block_n = {64: (32, 32), 128: (32, 16)}.get(max(padded, 64), (16, 16))
         num_warps, num_stages = 4, 1
-    elif padded > 128 and device.arch not in ("sm90", "sm100"):
+    elif padded > 128 and device.arch == "sm100":
+        block_n = 32  # 64 spill
+    elif padded > 128 and device.arch != "sm90":
         block_m, block_n, num_warps = 64, min(block_n, 32), 4
+        if device.arch == "gfx1201":
+            block_n = 16  # 32 spill a hundred registers
     elif device.arch == "sm90":
         if block_size % block_n == 0 and (not no_context or padded > 128):
             load = "descriptor"
