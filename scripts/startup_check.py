@@ -99,7 +99,7 @@ def run_job(args: argparse.Namespace) -> None:
     if part == "awkward":
         startup_parts.awkward(run, args.modes)
     elif part == "start":
-        startup_parts.start(run, int(argument))
+        startup_parts.start(run, int(argument), args.variants)
     elif part == "startup_tuning":
         startup_parts.startup_tuning(run)
     elif part == "background":
@@ -175,6 +175,7 @@ class Lanes:
         command = [sys.executable, "-P", __file__, "--out", str(args.out)]
         command += ["--job", f"{job.part}:{job.argument}", "--limit-s", str(limit_s)]
         command += ["--reference", args.reference, "--modes", ",".join(args.modes)]
+        command += ["--variants", ",".join(args.variants)]
         return command + ["--quick"] * args.quick + ["--newest"] * args.newest
 
     def _run(self, job: Job, gpu: str, cpus: list[int], limit_s: float) -> str | None:
@@ -255,6 +256,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--modes", default="default,eager", help="of `awkward` (default: %(default)s)")
     add("--reference", default="FLASH_ATTN", help="back end to compare starts with")
     add(
+        "--variants",
+        default=",".join(startup_parts.VARIANTS),
+        help="of `start`, in the first round's order (default: %(default)s)",
+    )
+    add(
         "--newest", action="store_true", help="fewer requests, by default no other part"
     )
     add("--quick", action="store_true", help="a tiny model and few requests")
@@ -270,6 +276,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     known = startup_parts.MODES
     if unknown := [mode for mode in args.modes if mode not in known]:
         parser.error(f"--modes must be some of {', '.join(known)}, got {unknown[0]}")
+    args.variants = args.variants.split(",")
+    known = startup_parts.VARIANTS
+    if unknown := [name for name in args.variants if name not in known]:
+        parser.error(f"--variants must be some of {', '.join(known)}, got {unknown[0]}")
     if args.rounds < 1:
         parser.error(f"--rounds must be 1 or more, got {args.rounds}")
     return args

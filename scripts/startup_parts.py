@@ -26,6 +26,7 @@ from startup_run import Run, asked, compilations, told, used_mib
 
 AHEAD = {"PORTABLE_BACKEND_COMPILE_AHEAD": "on"}
 NOT_AHEAD = {"PORTABLE_BACKEND_COMPILE_AHEAD": "off"}
+VARIANTS = ("ahead", "not ahead", "reference")
 MODES: dict[str, list[str]] = {"default": [], "eager": ["--enforce-eager"]}
 # Else the first start would read all these from disk, and compile them for Python.
 IMPORTS = """
@@ -142,20 +143,21 @@ def _serve_plan(
     return found | {"compilations": compilations(run.events(name), ready_at)}
 
 
-def start(run: Run, number: int) -> None:
+def start(run: Run, number: int, names: Sequence[str] = VARIANTS) -> None:
     """Cold and warm starts of ours and the reference, in an order turned by `number`.
 
     Args:
         run: the job.
         number: of the round.
+        names: which of VARIANTS.
     """
     variants: dict[str, tuple[str, Mapping[str, str]]] = {
         "ahead": ("portable", AHEAD),
         "not ahead": ("portable", NOT_AHEAD),
         "reference": (run.reference, {}),
     }
-    names = list(variants)
-    names = names[number % 3 :] + names[: number % 3]
+    shift = number % len(names)
+    names = [*names[shift:], *names[:shift]]
     command = [sys.executable, "-P", "-c", IMPORTS]
     with contextlib.suppress(subprocess.TimeoutExpired):
         subprocess.run(command, capture_output=True, timeout=run.left_s)

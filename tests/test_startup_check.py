@@ -469,6 +469,21 @@ def test_jobs_see_one_gpu_and_no_cache_of_the_user(check, tmp_path, monkeypatch)
         assert log.read_text() == "3 None\n"
 
 
+def test_only_the_wanted_variants_start_in_turned_order(check, tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr(check.startup_parts.subprocess, "run", lambda *_, **__: None)
+    monkeypatch.setattr(
+        check.startup_parts, "_one_start", lambda run, label, *_: started.append(label)
+    )
+    args = check.parse(["--variants", "reference,ahead", "--job", "start:1"])
+    args.out = tmp_path
+    assert "reference,ahead" in check.Lanes(args, []).command(check.Job("start"), 9)
+    check.run_job(args)
+    assert started == [
+        "cold, ahead", "cold, reference", "warm, ahead", "warm, reference"
+    ]  # fmt: skip
+
+
 def test_a_job_without_time_is_told_and_not_begun(check, tmp_path):
     lanes = Lanes(check, tmp_path, {"late": "raise SystemExit('run')"}, limit_s=30)
     lanes.run()
@@ -481,6 +496,7 @@ def test_a_job_without_time_is_told_and_not_begun(check, tmp_path):
         (["--parts", "awkward,tune"], "--parts must be some of awkward, start"),
         (["--modes", "eager,slow"], "--modes must be some of default, eager, got slow"),
         (["--rounds", "0"], "--rounds must be 1 or more, got 0"),
+        (["--variants", "ahead,cold"], "--variants must be some of ahead, not ahead"),
     ],
 )
 def test_a_wrong_argument_is_told(arguments, message, check, capsys):
