@@ -86,7 +86,11 @@ def test_keys_that_differ_in_traffic_or_heads_alone_share_a_binary():
     assert usual_key(small, CONFIG) != usual_key(KEY, CONFIG)
 
 
-@pytest.mark.parametrize("content", [b"", b"no gzip", gzip.compress(b'{"schema": 9}')])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"no gzip", gzip.compress(b'{"schema": 9}')],
+    ids=["empty", "no gzip", "another schema"],
+)
 def test_a_file_of_anything_else_is_refused_by_name(tmp_path, content):
     path = tmp_path / "readouts.json.gz"
     path.write_bytes(content)
