@@ -536,7 +536,7 @@ def model(tmp_path):
 def test_how_much_of_a_model_is_tuned(run, folder, model, capsys, monkeypatch):
     code, found = run("--model", model)
     assert code == 0 and found[0][:2] == UNTUNED
-    assert "0% of" in found[0][2] and "decode 30 default" in found[0][2]
+    assert "0% of" in found[0][2] and "decode 40 default" in found[0][2]
     assert f"portable-backend tune --model {model}" in found[0][2]
     digests = dict.fromkeys(("prefill", "decode", "rms_norm", "kv_cache"), "sha256:aa")
     monkeypatch.setattr(doctor_caches, "_digests", lambda: digests)
@@ -554,7 +554,7 @@ def test_how_much_of_a_model_is_tuned(run, folder, model, capsys, monkeypatch):
     assert "0% of" in run("--model", model)[1][0][2]
     layer.merge_in(r for r in records if r.key.kernel == "decode")
     _, found = run("--model", model)
-    assert "decode 30 exact" in found[0][2] and "prefill 15 default" in found[0][2]
+    assert "decode 40 exact" in found[0][2] and "prefill 15 default" in found[0][2]
     layer.merge_in(records)
     assert run("--model", model) == (0, [])
     code, found = run("--model", model, "--tensor-parallel-size", 2)
@@ -565,7 +565,7 @@ def test_without_a_gpu_a_models_units_are_counted(model, capsys, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(doctor, "SYSTEM", _system(gpu=lambda: "none"))
     assert cli.main(["doctor", "--model", str(model)]) == 0
-    assert "has 66 units to tune" in capsys.readouterr().out
+    assert "has 76 units to tune" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
