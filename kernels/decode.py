@@ -10,6 +10,7 @@ Source: split KV after Flash-Decoding (Dao et al., 2023); online softmax after
 FlashAttention-2 (Dao, 2023); paging after Kwon et al. (2023).
 """
 
+import math
 from typing import NamedTuple
 
 import triton
@@ -148,9 +149,10 @@ def _fast_on_sm90(
     """The fastest in sweeps on an H200, nearly; docs/kernels.md has the numbers.
 
     Programs that all run at once want deep pipelines, since little else hides the
-    latency; where more are waiting, many in residence with shallow ones. For a launch
-    that begins early a unit must have room for as many as were planned, and no more:
-    else units that are free first get more than their share.
+    latency. Where more are waiting, numbers that fill whole waves of four a unit want
+    shallow ones; any others three a unit, whose last wave runs at almost full rate. For
+    a launch that begins early a unit must have room for as many as were planned, and no
+    more: else units that are free first get more than their share.
 
     A kernel merges parts in less time than the program that is last, which alone needs
     3 us for many. Outside graphs a second launch costs the host more.
@@ -161,14 +163,19 @@ def _fast_on_sm90(
     # requests, or halves, would leave up to a half idle.
     some = programs_per_unit <= 3 / 2 and not with_prefill
     many = programs_per_unit > 2 or with_prefill
+    # Four programs a unit, all of one length, leave few units idle in the last wave.
+    full = programs_per_unit > 0.9 * 4 * math.ceil(programs_per_unit / 4)
     fits = block_size % 64 == 0  # a descriptor's tile of 64 keys
     load = "descriptor" if fits and not has_window else "pointer"
     if padded > 128:
         if some and not few:
             block_n = 64 if load == "descriptor" else 32
             return _Fast(block_n, 2, 3, load, "captured", early=True)
-        # Merging by a kernel leaves room for more programs in residence: 64 x 2048 took
-        # 246 us instead of 289, but 48 x 3333 366 instead of 296.
+        if not few and not with_prefill:
+            if programs_per_unit <= 2 or (full and programs_per_unit <= 12):
+                return _Fast(64, 2, 2, merge="last", early=True)
+            if programs_per_unit <= 4:
+                return _Fast(32, 2, 3, merge="last", early=True)
         merge = "captured" if few else "last"
         return _Fast(32, 3, 2, merge=merge, early=many)
     if with_prefill:
@@ -191,7 +198,16 @@ def _fast_on_sm90(
         load = load if padded == 128 else "pointer"
         return _Fast(64, 3, 3, load, "captured", early=True)
     if many:
-        return _Fast(64, 2, 6, merge="last", early=True)
+        # In the first wave it counts that units which are free first take no more
+        # than their share.
+        early = programs_per_unit > 4
+        if padded == 128:
+            if full and programs_per_unit <= 12:
+                return _Fast(64, 2, 6, merge="last", early=True)
+            return _Fast(64, 3, 3, load, "last", early=early)
+        if not fits or programs_per_unit > 12:
+            return _Fast(64, 3, 3, merge="last", early=early)
+        return _Fast(64, 2, 6, merge="last", early=early)
     return _Fast(64 if padded == 128 else 128, 4, 2, merge="last", early=True)
 
 
