@@ -11,11 +11,12 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from portable_backend import __version__
 from portable_backend.device import DeviceInfo
+from portable_backend.engine_config import PlanKey
 from portable_backend.errors import UnsupportedError, bad_argument
 from portable_backend.kernels import AttentionOptions, PagedBatch, write_kv_cache
 from portable_backend.kernels._layer import AttentionLayer
 from portable_backend.kernels.attention import attend
-from portable_backend.metadata import PlanKey, PortableMetadata
+from portable_backend.metadata import PortableMetadata
 from portable_backend.plugin import NAME
 from portable_backend.settings import get_settings
 from portable_backend.warmup.toolchain import settle
@@ -160,9 +161,9 @@ class PortableImpl(AttentionImpl[PortableMetadata]):
         # Before vLLM has PyTorch compile, so that all starts find the same kernels.
         settle(DeviceInfo.detect(device))
         if get_settings().compile_ahead == "on":
-            from portable_backend.startup import load_norms  # brings compilers along
+            from portable_backend.startup import begin  # brings compilers along
 
-            load_norms(device)
+            begin(device)
         if self._options is None:
             self._options = self._make_options(device)
 

@@ -5,7 +5,7 @@ import copy
 import functools
 import logging
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -16,6 +16,15 @@ from vllm.v1.attention.backend import (
 )
 
 from portable_backend import settings
+from portable_backend.engine_config import (
+    PlanKey,
+    drafts_of,
+    impls_of,
+    key_of_spec,
+    layer_of,
+    limits_of,
+    step_limits,
+)
 from portable_backend.errors import UnsupportedError
 from portable_backend.kernels import AttentionPlanner, PagedBatch
 from portable_backend.kernels._checks import differences
@@ -25,19 +34,6 @@ from portable_backend.warmup.buckets import EngineLimits
 from portable_backend.warmup.model_shapes import ModelShape
 
 logger = logging.getLogger("vllm.portable_backend.metadata")
-
-# Requests with up to this many new tokens take the decode kernel.
-MIN_DECODE_QUERY_LEN = 8
-
-
-@dataclass(frozen=True)
-class PlanKey:
-    """What layers must share to use one plan."""
-
-    num_query_heads: int
-    num_kv_heads: int
-    head_size: int
-    sliding_window: int | None
 
 
 @dataclass
@@ -100,13 +96,13 @@ class PortableMetadataBuilder(AttentionMetadataBuilder[PortableMetadata]):
                 f"{kv_cache_spec.head_size} are not supported; choose another "
                 "attention back end"
             )
-        impls = _impls(vllm_config, layer_names)
+        impls = impls_of(vllm_config, layer_names)
         for impl in impls:
             impl.forget_cache()
         keys = {impl.plan_key for impl in impls}
         if not keys:
-            keys = {_key_from_spec(vllm_config, kv_cache_spec)}
-        limits = _limits(vllm_config, kv_cache_spec)
+            keys = {key_of_spec(vllm_config, kv_cache_spec)}
+        limits = step_limits(vllm_config, kv_cache_spec)
         self.max_decode_query_len: int = limits["max_decode_query_len"]
         self.has_drafts = vllm_config.speculative_config is not None
         if settings.get_settings().tune == "startup":
@@ -131,7 +127,7 @@ class PortableMetadataBuilder(AttentionMetadataBuilder[PortableMetadata]):
             planner: [impl for impl in impls if impl.plan_key == key]
             for key, planner in self.planners.items()
         }
-        prepare_kernels(vllm_config, layers, _num_drafts(vllm_config))
+        prepare_kernels(vllm_config, layers, drafts_of(vllm_config))
 
     def build(
         self,
@@ -223,13 +219,6 @@ def _first(tensor: torch.Tensor, rows: int) -> torch.Tensor:
     return tensor if tensor.shape[0] == rows else tensor[:rows]
 
 
-def _impls(vllm_config: Any, layer_names: list[str]) -> list[Any]:
-    """The PortableImpls of these layers, told by what only they have."""
-    layers = vllm_config.compilation_config.static_forward_context
-    impls = (getattr(layers.get(name), "impl", None) for name in layer_names)
-    return [impl for impl in impls if hasattr(impl, "plan_key")]
-
-
 def _planner(
     key: PlanKey,
     vllm_config: Any,
@@ -238,10 +227,10 @@ def _planner(
     limits: dict[str, Any],
 ) -> AttentionPlanner:
     """The planner of one kind of layer, with the configs that records give it."""
-    layers = _described(key, vllm_config) | {"device": device}
+    layers = layer_of(key, vllm_config) | {"device": device}
     configs = configs_for_engine(
         **layers,
-        limits=_engine_limits(vllm_config, block_size),
+        limits=limits_of(vllm_config, block_size),
         max_num_seqs=limits["max_num_seqs"],
     )
     make = functools.partial(
@@ -252,25 +241,6 @@ def _planner(
     except ValueError as error:
         logger.warning("recorded configs are not used, they do not fit: %s", error)
         return make()
-
-
-def _described(key: PlanKey, vllm_config: Any) -> dict[str, Any]:
-    return {**asdict(key), "dtype": vllm_config.model_config.dtype}
-
-
-def _engine_limits(vllm_config: Any, block_size: int) -> EngineLimits:
-    """What bounds the engine's steps, as tuning records have it."""
-    scheduler, speculative = (
-        vllm_config.scheduler_config,
-        vllm_config.speculative_config,
-    )
-    return EngineLimits(
-        max_num_seqs=scheduler.max_num_seqs,
-        max_num_batched_tokens=scheduler.max_num_batched_tokens,
-        max_model_len=vllm_config.model_config.max_model_len,
-        block_size=block_size,
-        speculative_tokens=getattr(speculative, "num_speculative_tokens", None) or 0,
-    )
 
 
 def _tune_missing(
@@ -311,50 +281,10 @@ def _every_model(
         keys: of a builder's layers, which need not be registered.
         block_size: of the builder's cache.
     """
-    every = _impls(
-        vllm_config, list(vllm_config.compilation_config.static_forward_context)
-    )
-    counts = Counter(impl.plan_key for impl in every)
-    engine_limits = _engine_limits(vllm_config, block_size)
+    counts = Counter(impl.plan_key for impl in impls_of(vllm_config))
+    engine_limits = limits_of(vllm_config, block_size)
     models = {
-        model_of(**_described(key, vllm_config), limits=engine_limits): counts[key]
+        model_of(**layer_of(key, vllm_config), limits=engine_limits): counts[key]
         for key in sorted(keys | counts.keys(), key=repr)
     }
     return models, engine_limits
-
-
-def _key_from_spec(vllm_config: Any, kv_cache_spec: Any) -> PlanKey:
-    """For a builder whose layers are not registered, as in unit tests."""
-    return PlanKey(
-        vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config),
-        kv_cache_spec.num_kv_heads,
-        kv_cache_spec.head_size,
-        getattr(kv_cache_spec, "sliding_window", None),
-    )
-
-
-def _num_drafts(vllm_config: Any) -> int:
-    """Tokens that a request of a decode can have beyond one."""
-    speculative = vllm_config.speculative_config
-    num_drafts: int = getattr(speculative, "num_speculative_tokens", None) or 0
-    return num_drafts * (2 if getattr(speculative, "parallel_drafting", False) else 1)
-
-
-def _limits(vllm_config: Any, kv_cache_spec: Any) -> dict[str, Any]:
-    """The largest step a planner must hold, graph padding and drafts included."""
-    scheduler = vllm_config.scheduler_config
-    num_drafts = _num_drafts(vllm_config)
-    captured = max(vllm_config.compilation_config.cudagraph_capture_sizes or [0])
-    max_num_seqs = max(scheduler.max_num_seqs, captured)
-    max_num_tokens = max(scheduler.max_num_batched_tokens, captured)
-    # Drafters append their slots to a full step.
-    max_num_tokens += max_num_seqs * num_drafts
-    # Chunked local attention cuts each request where it crosses a chunk.
-    chunk = getattr(kv_cache_spec, "attention_chunk_size", None)
-    if chunk:
-        max_num_seqs = 2 * max_num_seqs + max_num_tokens // chunk
-    return {
-        "max_num_seqs": max_num_seqs,
-        "max_num_tokens": max_num_tokens,
-        "max_decode_query_len": max(1 + num_drafts, MIN_DECODE_QUERY_LEN),
-    }

@@ -36,9 +36,9 @@ class Settings:
         cache_layers: PORTABLE_BACKEND_CACHE_LAYERS, read-only caches, first hit wins.
         rms_norm: PORTABLE_BACKEND_RMS_NORM: on, off or auto (where it is known to be
             right; everywhere at present).
-        compile_ahead: PORTABLE_BACKEND_COMPILE_AHEAD: on compiles and loads all kernels
-            while an engine starts; off (the default, until it has proved itself on
-            GPUs) leaves that to their first launch.
+        compile_ahead: PORTABLE_BACKEND_COMPILE_AHEAD: on (the default) compiles and
+            loads all kernels while an engine starts; off leaves that to their first
+            launch, which makes requests wait.
         log_level: PORTABLE_BACKEND_LOG_LEVEL; None follows vLLM's own level.
     """
 
@@ -77,7 +77,7 @@ class Settings:
             cache_dir=read("CACHE_DIR", _path, _default_cache_dir(environ)),
             cache_layers=read("CACHE_LAYERS", _paths, ()),
             rms_norm=read("RMS_NORM", _choice(RMS_NORM_MODES), "auto"),
-            compile_ahead=read("COMPILE_AHEAD", _choice(SWITCH), "off"),
+            compile_ahead=read("COMPILE_AHEAD", _choice(SWITCH), "on"),
             log_level=read("LOG_LEVEL", _log_level, None),
         )
         if problems:

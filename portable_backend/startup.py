@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compile and load what an engine's steps can launch, while it starts.
 
-With PORTABLE_BACKEND_COMPILE_AHEAD=on, called by each metadata builder, which is made
-before graphs are captured and knows its planners' configs. What to compile comes from
-`warmup/binaries.py`; worker processes compile what Triton's cache lacks; then each
+Unless PORTABLE_BACKEND_COMPILE_AHEAD=off, called by each metadata builder, which is
+made before graphs are captured and knows its planners' configs. What to compile comes
+from `warmup/binaries.py`; worker processes compile what Triton's cache lacks; then each
 launch takes Triton's ordinary road in this process, short of the launch itself, so that
 the first real one finds its kernel loaded.
+
+Workers begin when weights are loaded, with what builders will most likely ask for
+(`likely_layers.py`): then they are done when PyTorch has compiled the model.
 """
 
 import contextlib
@@ -18,23 +21,26 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from triton import knobs
 
-from portable_backend import plugin
+from portable_backend import plugin, ranks
 from portable_backend.device import DeviceInfo
+from portable_backend.engine_config import drafts_of
 from portable_backend.kernels import AttentionPlanner
 from portable_backend.kernels.attention import capturing
 from portable_backend.kernels.config import AttentionConfig
 from portable_backend.kernels.plan import StepKind
+from portable_backend.likely_layers import LikelyLayers, likely_layers
 from portable_backend.settings import get_settings
 from portable_backend.tuned import choices, grades, tuning_s
 from portable_backend.warmup.binaries import serving_launches
 from portable_backend.warmup.binary import Binary, binaries_of_launches
 from portable_backend.warmup.buckets import EngineLimits
 from portable_backend.warmup.compilation import KernelLaunch
+from portable_backend.warmup.early_warming import EarlyWarming
 from portable_backend.warmup.kernel_specs import DTYPES
 from portable_backend.warmup.model_shapes import ModelShape, NormShape, shape_of_config
 from portable_backend.warmup.model_traits import ModelTraits, traits_of_config
@@ -55,6 +61,7 @@ _ROOM_BYTES = 1 << 20
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # Layers by their planner: what `prepare_kernels` is given.
 Layers = Mapping[AttentionPlanner, Sequence[Any]]
+_P = TypeVar("_P", AttentionPlanner, LikelyLayers)
 
 
 @dataclass(frozen=True)
@@ -102,7 +109,9 @@ class _Start:
     compile_s: float = 0.0
     notes: list[str] = field(default_factory=list)
     details: dict[str, Any] = field(default_factory=dict)
-    norms_loaded: bool = False
+    begun: bool = False
+    early: EarlyWarming | None = None
+    listed: dict[Needs, dict[Binary, list[KernelLaunch]]] = field(default_factory=dict)
     spare: "tempfile.TemporaryDirectory[str] | None" = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -132,37 +141,54 @@ def prepare_kernels(vllm_config: Any, layers: Layers, num_drafts: int) -> None:
         )
 
 
-def load_norms(device: torch.device) -> None:
-    """Load those kernels of norms that the cache holds; once, and never raises.
+def begin(device: torch.device) -> None:
+    """Begin when weights are loaded, before the profile run; once, and never raises.
 
-    The profile run launches norms before there is a builder, and where vLLM has moved
-    Triton's cache by then, they would be compiled anew.
+    Loads those kernels of norms that the cache holds: the profile run launches norms
+    before there is a builder, and where vLLM has moved Triton's cache by then, they
+    would be compiled anew. What the cache lacks is compiled from now on, in processes.
 
     Args:
         device: that the model being loaded is on.
     """
-    if _start.norms_loaded:
+    if _start.begun:
         return
-    _start.norms_loaded = True
+    _start.begun = True
     try:
         info = DeviceInfo.detect(device)
-        if info.platform != "interpreter" and plugin.norm_is_enabled():
-            _load_norms(info, device)
+        if info.platform != "interpreter":
+            with _start.lock:
+                _begin(info, device)
     except Exception as error:  # of any kind: the first builder tells
-        logger.debug("norms are not loaded ahead: %r", error)
+        logger.debug("nothing is prepared early: %r", error)
 
 
-def _load_norms(info: DeviceInfo, device: torch.device) -> None:
+def _begin(info: DeviceInfo, device: torch.device) -> None:
     from vllm.config import get_current_vllm_config
 
-    needs = _needs_of_norms(get_current_vllm_config(), num_drafts=0)
-    launches = [launch for need in needs for launch in need.launches(info)]
-    by_binary = binaries_of_launches(launches, info)
-    with caching_in(cache_folder()):
-        missing = missing_binaries(by_binary, info)
+    vllm_config = get_current_vllm_config()
+    num_drafts, norms = drafts_of(vllm_config), []
+    if plugin.norm_is_enabled():
+        norms = _needs_of_norms(vllm_config, num_drafts)
+    folder = cache_folder()
+    with caching_in(folder):
+        by_binary = _listed(norms, info)
+        missing = missing_binaries(list(by_binary), info)
         for binary, uses in by_binary.items():
             if binary not in missing:
                 _load(uses, device)
+    # What is tuned first is not known yet; and one rank compiles for all.
+    if get_settings().tune == "startup" or not ranks.decides():
+        return
+    layers = likely_layers(vllm_config, info)
+    attention = _listed(_needs_of_attention(vllm_config, layers, num_drafts), info)
+    with caching_in(folder):
+        missing += missing_binaries(list(attention), info)
+        if missing and _takes_files(folder):
+            logger.info("compiling %d kernels into %s meanwhile", len(missing), folder)
+            _start.early = EarlyWarming(
+                missing, info, folder=folder, workers=_num_workers(), turn=turn
+            )
 
 
 def _prepare(vllm_config: Any, layers: Layers, num_drafts: int) -> None:
@@ -194,10 +220,10 @@ def _needs(vllm_config: Any, layers: Layers, num_drafts: int) -> list[Needs]:
 
 
 def _needs_of_attention(
-    vllm_config: Any, layers: Layers, num_drafts: int
+    vllm_config: Any, layers: Mapping[_P, Sequence[Any]], num_drafts: int
 ) -> list[Needs]:
     """One for all layers that differ in their window at most."""
-    groups: dict[Any, list[AttentionPlanner]] = {}
+    groups: dict[Any, list[_P]] = {}
     for planner, impls in layers.items():
         limits = _limits(vllm_config, planner, num_drafts)
         model = _shape(planner)
@@ -216,7 +242,7 @@ def _needs_of_attention(
     return found
 
 
-def _shape(planner: AttentionPlanner) -> ModelShape:
+def _shape(planner: AttentionPlanner | LikelyLayers) -> ModelShape:
     return ModelShape(
         name="",
         dtype=_DTYPE_NAMES[planner.dtype],
@@ -233,7 +259,7 @@ def _shape(planner: AttentionPlanner) -> ModelShape:
 
 
 def _limits(
-    vllm_config: Any, planner: AttentionPlanner, num_drafts: int
+    vllm_config: Any, planner: AttentionPlanner | LikelyLayers, num_drafts: int
 ) -> EngineLimits:
     model_len = vllm_config.model_config.max_model_len
     return EngineLimits(
@@ -313,9 +339,10 @@ def _norm_shape(
 def _make_ready(needs: Sequence[Needs], planner: AttentionPlanner) -> None:
     began = time.monotonic()
     device = planner.info
-    launches = [launch for need in needs for launch in need.launches(device)]
-    by_binary = binaries_of_launches(launches, device)
+    by_binary = _listed(needs, device)
     listed, compile_s = time.monotonic(), 0.0
+    if _start.early is not None:
+        compile_s = _join_early(_start.early, list(by_binary), device)
     failures: dict[Binary, str] = {}
     for folder, some in _places(by_binary, device):
         began_here = time.monotonic()
@@ -339,6 +366,37 @@ def _make_ready(needs: Sequence[Needs], planner: AttentionPlanner) -> None:
         total = _start.details.get(name, 0.0) + seconds
         _start.details[name] = round(total, 3)
     _tell_failures(failures)
+
+
+def _listed(
+    needs: Iterable[Needs], device: DeviceInfo
+) -> dict[Binary, list[KernelLaunch]]:
+    """Binaries of some needs and their launches, each listed once for a process."""
+    found: dict[Binary, list[KernelLaunch]] = {}
+    for need in needs:
+        if need not in _start.listed:
+            launches = need.launches(device)
+            _start.listed[need] = binaries_of_launches(launches, device)
+        for binary, uses in _start.listed[need].items():
+            found.setdefault(binary, []).extend(uses)
+    return found
+
+
+def _join_early(
+    early: EarlyWarming, binaries: Sequence[Binary], device: DeviceInfo
+) -> float:
+    """Wait for the workers that began early, if they have work to do; how long."""
+    began = time.monotonic()
+    with caching_in(cache_folder()):
+        needed = bool(missing_binaries(binaries, device))
+    if early.wait(LOCK_TIMEOUT_S if needed else 0.0):
+        _start.compiled += early.compiled
+        _start.early = None
+    return time.monotonic() - began
+
+
+def _num_workers() -> int:
+    return min(MAX_WORKERS, len(os.sched_getaffinity(0)))
 
 
 def _places(
@@ -433,8 +491,7 @@ def _compile(binaries: Sequence[Binary], device: DeviceInfo, folder: Path) -> Wa
                 len(binaries),
                 folder,
             )
-        workers = min(MAX_WORKERS, len(os.sched_getaffinity(0)))
-        warmed = warm_binaries(binaries, device, workers=workers)
+        warmed = warm_binaries(binaries, device, workers=_num_workers())
         failed = dict(warmed.failures)
         lost = missing_binaries([b for b in binaries if b not in failed], device)
     if lost:

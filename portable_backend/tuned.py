@@ -182,8 +182,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 @functools.cache
 def _lookup(device: DeviceInfo) -> Lookup:
     """One for the process: files are read once, for all groups of layers."""
-    settings = get_settings()
-    for folder in settings.cache_layers:
+    for folder in get_settings().cache_layers:
         if problem := why_no_folder(folder):
             logger.warning(
                 "PORTABLE_BACKEND_CACHE_LAYERS must name folders of records, but %s "
@@ -191,6 +190,16 @@ def _lookup(device: DeviceInfo) -> Lookup:
                 folder,
                 problem,
             )
+    return open_lookup(device)
+
+
+def open_lookup(device: DeviceInfo) -> Lookup:
+    """Reads the records that this process's settings name, and counts no grades yet.
+
+    Args:
+        device: what they are to serve on.
+    """
+    settings = get_settings()
     environment = Environment(
         device.name,
         device.arch,

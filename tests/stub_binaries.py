@@ -19,6 +19,7 @@ from stub_driver import ARCHS, stub_gpu
 from test_model_shapes import GEMMA2, GEMMA3, GPT_OSS, LLAMA, QWEN3
 
 from portable_backend.device import DeviceInfo
+from portable_backend.settings import get_settings
 from portable_backend.warmup.binaries import binaries_of
 from portable_backend.warmup.binary import binary_of_source
 from portable_backend.warmup.buckets import EngineLimits
@@ -47,6 +48,15 @@ SHARED = QWEN3 | {"num_kv_shared_layers": 2}
 BLOOM = LLAMA | {"model_type": "bloom"}
 
 
+@pytest.fixture(autouse=True)
+def nothing_ahead(monkeypatch):
+    """Steps ask for what they need: no start has prepared it."""
+    monkeypatch.setenv("PORTABLE_BACKEND_COMPILE_AHEAD", "off")
+    get_settings.cache_clear()
+    yield
+    get_settings.cache_clear()
+
+
 def described(config):
     return shape_of_config(config, "model"), traits_of_config(config)
 
@@ -60,8 +70,10 @@ class Request:
 class Engine:
     """Layers of each kind, and steps as vLLM's runner would have them."""
 
-    def __init__(self, config, limits, form, *, far=False):
+    def __init__(self, config, limits, form, *, far=False, before_builder=None):
+        """`before_builder` is called with vLLM's config, its layers made."""
         pb = modules()
+        self.before_builder = before_builder or (lambda vllm_config: None)
         self.config = config
         self.model, self.traits = described(config)
         self.limits = limits
@@ -111,6 +123,9 @@ class Engine:
                 max_num_batched_tokens=self.limits.max_num_batched_tokens,
             ),
             parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+            cache_config=SimpleNamespace(
+                block_size=self.limits.block_size, user_specified_block_size=True
+            ),
             speculative_config=SimpleNamespace(
                 num_speculative_tokens=drafts, parallel_drafting=False
             )
@@ -125,6 +140,7 @@ class Engine:
             sliding_window=window or None,
         )
         self.vllm_config = config
+        self.before_builder(config)
         return pb.Builder(spec, list(layers), config, torch.device("cpu"))
 
     def make_cache(self):

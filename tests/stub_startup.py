@@ -356,31 +356,3 @@ def test_what_serves_is_listed_and_no_default_beside_it(all_present, monkeypatch
 
 def with_warps(config, number):
     return KernelConfig.of(**(config.to_dict() | {"num_warps": number}))
-
-
-def test_norms_that_the_cache_holds_are_loaded_with_the_weights(
-    all_present, monkeypatch
-):
-    with stub_gpu("cuda"):
-        engine = Engine(LLAMA, LIMITS, "NHD")
-        norms = {x for x in startup._start.ready if x.kernel == "rms_norm"}
-        monkeypatch.setattr(startup, "_start", startup._Start())
-        absent = next(iter(norms))
-        monkeypatch.setattr(startup, "missing_binaries", lambda *_: [absent])
-        config = engine.vllm_config
-        monkeypatch.setattr("vllm.config.get_current_vllm_config", lambda: config)
-        load = mock.Mock(return_value=None)
-        monkeypatch.setattr(startup, "_load", load)
-        for _ in range(2):
-            startup.load_norms(torch.device("cpu"))
-    loaded = [launch for call in load.call_args_list for launch in call.args[0]]
-    assert len(load.call_args_list) == len(norms) - 1
-    assert {launch.kernel for launch in loaded} == {"rms_norm"}
-
-
-def test_norms_that_cannot_be_loaded_ahead_keep_no_model_from_loading(monkeypatch):
-    missing = mock.Mock(side_effect=OSError("no disk"))
-    monkeypatch.setattr(startup, "_load_norms", missing)
-    with stub_gpu("cuda"):
-        startup.load_norms(torch.device("cpu"))
-    missing.assert_called_once()

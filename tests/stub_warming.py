@@ -16,7 +16,7 @@ from unittest import mock
 
 import pytest
 import triton
-from stub_binaries import SMOLLM2, described, walk
+from stub_binaries import SMOLLM2, described, nothing_ahead, walk  # noqa: F401
 from stub_driver import ARCHS
 from triton import knobs
 
@@ -193,8 +193,8 @@ def test_workers_that_do_not_start_are_told(cache, some):
 def test_an_interruption_leaves_no_worker(cache, some):
     made = []
 
-    def make(*args):
-        made.append(CompileWorker(*args))
+    def make(*args, **more):
+        made.append(CompileWorker(*args, **more))
         return made[-1]
 
     def interrupt(warmed, total):

@@ -17,7 +17,7 @@ def test_an_empty_environment_gives_the_documented_defaults():
         cache_dir=Path("/var/cache/portable_backend"),
         cache_layers=(),
         rms_norm="auto",
-        compile_ahead="off",
+        compile_ahead="on",
         log_level=None,
     )
 
@@ -35,7 +35,7 @@ def test_every_variable_is_read():
             "PORTABLE_BACKEND_CACHE_DIR": "~/tuned",
             "PORTABLE_BACKEND_CACHE_LAYERS": os.pathsep.join(["/image/a", "", "/b"]),
             "PORTABLE_BACKEND_RMS_NORM": "off",
-            "PORTABLE_BACKEND_COMPILE_AHEAD": "on",
+            "PORTABLE_BACKEND_COMPILE_AHEAD": "off",
             "PORTABLE_BACKEND_LOG_LEVEL": "debug",
         }
     )
@@ -45,7 +45,7 @@ def test_every_variable_is_read():
         cache_dir=Path.home() / "tuned",
         cache_layers=(Path("/image/a"), Path("/b")),
         rms_norm="off",
-        compile_ahead="on",
+        compile_ahead="off",
         log_level="DEBUG",
     )
 

@@ -59,6 +59,12 @@ def test_starts_beside_a_stub_gpu():
     check_suite("stub_startup", limit_s=600)
 
 
+@pytest.mark.long
+def test_workers_begin_when_weights_are_loaded():
+    pytest.importorskip("vllm", reason="needs the back end, and so vLLM")
+    check_suite("stub_early_start", limit_s=600)
+
+
 @pytest.mark.parametrize(("switch", "calls"), [("off", 0), ("on", 1)])
 def test_a_switch_decides_whether_kernels_are_compiled_ahead(
     build, monkeypatch, switch, calls

@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -253,13 +253,18 @@ class CompilePool:
 
 @dataclass(eq=False)
 class CompileWorker:
-    """One process at a time; another one after each that had to be killed."""
+    """One process at a time; another one after each that had to be killed.
+
+    Attributes:
+        environment: of the processes; None: this one's, as it is when one is started.
+    """
 
     command: Sequence[str]
     device: DeviceInfo
     limit_s: float
     memory_mib: int | None
     activity: Activity | None = None
+    environment: Mapping[str, str] | None = None
     _process: subprocess.Popen[str] | None = None
     _lines: "queue.Queue[str | None]" = field(default_factory=queue.Queue)
     _errors: Any = None
@@ -297,7 +302,7 @@ class CompileWorker:
 
     def _start(self) -> str | None:
         """Start a process; why it did not come up, or None."""
-        environment = child_environment(self.device)
+        environment = dict(self.environment or child_environment(self.device))
         environment |= dict.fromkeys(_HIDDEN, "") | {"OMP_NUM_THREADS": "1"}
         environment.pop("TRITON_INTERPRET", None)  # the interpreter compiles nothing
         with self._lock:

@@ -5,7 +5,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -80,9 +80,10 @@ def warm_binaries(
             warmed.failures.append((binary, failure))
         else:
             warmed.present += 1
-    missing.sort(key=lambda binary: binary.kernel not in _SLOW_FIRST)
     on_done(warmed, len(wanted))
-    for binary, failure in _compile(missing, device, workers, limit_s, command):
+    for binary, failure in compile_all(
+        missing, device, workers=workers, limit_s=limit_s, command=command
+    ):
         if failure is None:
             warmed.compiled += 1
         else:
@@ -102,20 +103,29 @@ def missing_binaries(binaries: Iterable[Binary], device: DeviceInfo) -> list[Bin
     ]
 
 
-def _compile(
+def compile_all(
     binaries: Sequence[Binary],
     device: DeviceInfo,
+    *,
     workers: int,
     limit_s: float,
-    command: Sequence[str],
+    command: Sequence[str] = WORKER,
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[tuple[Binary, str | None]]:
-    """(binary, None or why not) of each, as they are done."""
+    """Compile binaries, whether they are there or not.
+
+    Args:
+        environment: of the workers; None: this process's.
+
+    Yields:
+        (binary, None or why not) of each, as they are done.
+    """
     waiting: queue.SimpleQueue[Binary] = queue.SimpleQueue()
     done: queue.SimpleQueue[tuple[Binary, str | None]] = queue.SimpleQueue()
-    for binary in binaries:
+    for binary in sorted(binaries, key=lambda x: x.kernel not in _SLOW_FIRST):
         waiting.put(binary)
     processes = [
-        CompileWorker(command, device, limit_s, None)
+        CompileWorker(command, device, limit_s, None, environment=environment)
         for _ in range(min(workers, len(binaries)))
     ]
 
