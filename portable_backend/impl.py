@@ -161,9 +161,7 @@ class PortableImpl(AttentionImpl[PortableMetadata]):
         # Before vLLM has PyTorch compile, so that all starts find the same kernels.
         settle(DeviceInfo.detect(device))
         if get_settings().compile_ahead == "on":
-            from portable_backend.startup import begin  # brings compilers along
-
-            begin(device)
+            _begin_compiling(device)
         if self._options is None:
             self._options = self._make_options(device)
 
@@ -223,6 +221,15 @@ def split_kv_cache(
             "this vLLM's cache layout is not known; see the supported versions",
         )
     return key_cache, value_cache
+
+
+def _begin_compiling(device: torch.device) -> None:
+    try:
+        from portable_backend.startup import begin  # brings compilers along
+    except Exception as error:  # of a Triton that is not known: the builder tells
+        logger.debug("kernels are not compiled early: %r", error)
+        return
+    begin(device)
 
 
 @functools.cache

@@ -23,7 +23,7 @@ from portable_backend.engine_config import (
 from portable_backend.kernels.config import AttentionConfig
 from portable_backend.kernels.plan import StepKind
 from portable_backend.settings import get_settings
-from portable_backend.tuned import model_of, open_lookup
+from portable_backend.tuned import likely_lookup, model_of
 from portable_backend.warmup.buckets import EngineLimits
 from portable_backend.warmup.lookup import Lookup
 from portable_backend.warmup.serving_configs import default_of, recorded_for
@@ -84,7 +84,7 @@ def likely_layers(vllm_config: Any, info: DeviceInfo) -> dict[LikelyLayers, list
     """
     limits = limits_of(vllm_config, _block_size(vllm_config))
     bounds = step_limits(vllm_config)
-    lookup = open_lookup(info) if get_settings().tune != "off" else None
+    lookup = likely_lookup(info) if get_settings().tune != "off" else None
     impls: dict[PlanKey, list[Any]] = {}
     for impl in impls_of(vllm_config):
         impls.setdefault(impl.plan_key, []).append(impl)

@@ -121,8 +121,11 @@ class PortableMetadataBuilder(AttentionMetadataBuilder[PortableMetadata]):
             self._compile_ahead(vllm_config, impls)
 
     def _compile_ahead(self, vllm_config: Any, impls: list[Any]) -> None:
-        from portable_backend.startup import prepare_kernels  # brings compilers along
-
+        try:
+            from portable_backend.startup import prepare_kernels  # brings compilers
+        except Exception as error:  # of a Triton that is not known: serve all the same
+            _warn_not_ahead(repr(error))
+            return
         layers = {
             planner: [impl for impl in impls if impl.plan_key == key]
             for key, planner in self.planners.items()
@@ -212,6 +215,15 @@ class PortableMetadataBuilder(AttentionMetadataBuilder[PortableMetadata]):
             key: self.planners[key].plan(batch, metadata.num_actual_tokens)
             for key, batch in metadata.batches.items()
         }
+
+
+@functools.cache
+def _warn_not_ahead(reason: str) -> None:
+    logger.warning(
+        "kernels are not compiled ahead, each is when it is first launched, which "
+        "makes requests wait: %s; install the Triton that this vLLM was made for",
+        reason,
+    )
 
 
 def _first(tensor: torch.Tensor, rows: int) -> torch.Tensor:

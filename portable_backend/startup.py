@@ -40,6 +40,7 @@ from portable_backend.warmup.binaries import serving_launches
 from portable_backend.warmup.binary import Binary, binaries_of_launches
 from portable_backend.warmup.buckets import EngineLimits
 from portable_backend.warmup.compilation import KernelLaunch
+from portable_backend.warmup.cpus import usable_cpus
 from portable_backend.warmup.early_warming import EarlyWarming
 from portable_backend.warmup.kernel_specs import DTYPES
 from portable_backend.warmup.model_shapes import ModelShape, NormShape, shape_of_config
@@ -111,7 +112,7 @@ class _Start:
     details: dict[str, Any] = field(default_factory=dict)
     begun: bool = False
     early: EarlyWarming | None = None
-    listed: dict[Needs, dict[Binary, list[KernelLaunch]]] = field(default_factory=dict)
+    launches: dict[Needs, list[KernelLaunch]] = field(default_factory=dict)
     spare: "tempfile.TemporaryDirectory[str] | None" = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -160,7 +161,7 @@ def begin(device: torch.device) -> None:
             with _start.lock:
                 _begin(info, device)
     except Exception as error:  # of any kind: the first builder tells
-        logger.debug("nothing is prepared early: %r", error)
+        logger.info("kernels are not compiled early, but later: %r", error)
 
 
 def _begin(info: DeviceInfo, device: torch.device) -> None:
@@ -187,7 +188,11 @@ def _begin(info: DeviceInfo, device: torch.device) -> None:
         if missing and _takes_files(folder):
             logger.info("compiling %d kernels into %s meanwhile", len(missing), folder)
             _start.early = EarlyWarming(
-                missing, info, folder=folder, workers=_num_workers(), turn=turn
+                list(dict.fromkeys(missing)),
+                info,
+                folder=folder,
+                workers=_num_workers(),
+                turn=turn,
             )
 
 
@@ -340,11 +345,11 @@ def _make_ready(needs: Sequence[Needs], planner: AttentionPlanner) -> None:
     began = time.monotonic()
     device = planner.info
     by_binary = _listed(needs, device)
-    listed, compile_s = time.monotonic(), 0.0
-    if _start.early is not None:
-        compile_s = _join_early(_start.early, list(by_binary), device)
-    failures: dict[Binary, str] = {}
-    for folder, some in _places(by_binary, device):
+    listed = time.monotonic()
+    failures = _join_early(list(by_binary), device)
+    compile_s = time.monotonic() - listed
+    hopeful = {x: uses for x, uses in by_binary.items() if x not in failures}
+    for folder, some in _places(hopeful, device):
         began_here = time.monotonic()
         with caching_in(folder):
             warmed = _compile(list(some), device, folder)
@@ -371,32 +376,37 @@ def _make_ready(needs: Sequence[Needs], planner: AttentionPlanner) -> None:
 def _listed(
     needs: Iterable[Needs], device: DeviceInfo
 ) -> dict[Binary, list[KernelLaunch]]:
-    """Binaries of some needs and their launches, each listed once for a process."""
-    found: dict[Binary, list[KernelLaunch]] = {}
+    """Binaries of some needs and their launches.
+
+    Launches are recorded once; what they compile depends on what the compiler is told
+    by now, which PyTorch's may have changed.
+    """
+    launches: list[KernelLaunch] = []
     for need in needs:
-        if need not in _start.listed:
-            launches = need.launches(device)
-            _start.listed[need] = binaries_of_launches(launches, device)
-        for binary, uses in _start.listed[need].items():
-            found.setdefault(binary, []).extend(uses)
-    return found
+        if need not in _start.launches:
+            _start.launches[need] = need.launches(device)
+        launches += _start.launches[need]
+    return binaries_of_launches(launches, device)
 
 
-def _join_early(
-    early: EarlyWarming, binaries: Sequence[Binary], device: DeviceInfo
-) -> float:
-    """Wait for the workers that began early, if they have work to do; how long."""
-    began = time.monotonic()
+def _join_early(binaries: Sequence[Binary], device: DeviceInfo) -> dict[Binary, str]:
+    """Wait for workers that began early, if they do what is needed; what failed."""
+    early = _start.early
+    if early is None:
+        return {}
     with caching_in(cache_folder()):
-        needed = bool(missing_binaries(binaries, device))
-    if early.wait(LOCK_TIMEOUT_S if needed else 0.0):
-        _start.compiled += early.compiled
-        _start.early = None
-    return time.monotonic() - began
+        missing = set(missing_binaries(binaries, device))
+        if missing & early.binaries - early.failures.keys():
+            done = early.wait(LOCK_TIMEOUT_S)
+            if not done or missing - early.binaries:
+                early.stop()  # hangs, or was on a wrong track
+            missing = set(missing_binaries(binaries, device))
+    failures = dict(early.failures)
+    return {binary: failures[binary] for binary in missing & failures.keys()}
 
 
 def _num_workers() -> int:
-    return min(MAX_WORKERS, len(os.sched_getaffinity(0)))
+    return min(MAX_WORKERS, usable_cpus())
 
 
 def _places(
@@ -556,6 +566,7 @@ def _tell_failures(failures: Mapping[Binary, str]) -> None:
 
 def _report(device: DeviceInfo) -> StartupReport:
     found = grades()
+    early = set(_start.early.compiled) if _start.early is not None else set()
     return StartupReport(
         gpu=device.name,
         arch=device.arch,
@@ -563,7 +574,7 @@ def _report(device: DeviceInfo) -> StartupReport:
         buckets=sum(sum(counts.values()) for counts in found.values()),
         grades=found,
         binaries=len(_start.ready),
-        compiled=_start.compiled,
+        compiled=_start.compiled + len(early & _start.ready),
         load_s=round(_start.load_s, 3),
         tune_s=round(tuning_s(), 3),
         compile_s=round(_start.compile_s, 3),

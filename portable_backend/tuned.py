@@ -190,15 +190,6 @@ def _lookup(device: DeviceInfo) -> Lookup:
                 folder,
                 problem,
             )
-    return open_lookup(device)
-
-
-def open_lookup(device: DeviceInfo) -> Lookup:
-    """Reads the records that this process's settings name, and counts no grades yet.
-
-    Args:
-        device: what they are to serve on.
-    """
     settings = get_settings()
     environment = Environment(
         device.name,
@@ -214,6 +205,15 @@ def open_lookup(device: DeviceInfo) -> Lookup:
         lambda key: spec_of(key).default(key, device),
         space_check=space_check(device),
     )
+
+
+def likely_lookup(device: DeviceInfo) -> Lookup:
+    """Chooses as this process will, and counts no grades.
+
+    Args:
+        device: what is to be served on.
+    """
+    return _lookup(device).anew()
 
 
 def _decide(

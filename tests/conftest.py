@@ -29,6 +29,9 @@ if GPU_COUNT == 0:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 INTERPRETING = os.environ.get("TRITON_INTERPRET", "0") == "1"
 ON_GPU = GPU_COUNT > 0 and not INTERPRETING
+if not INTERPRETING:
+    # Tests that make a builder would compile two dozen kernels for it.
+    os.environ.setdefault("PORTABLE_BACKEND_COMPILE_AHEAD", "off")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

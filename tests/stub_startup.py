@@ -22,7 +22,7 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from portable_backend import startup, tuned
+from portable_backend import likely_layers, startup, tuned
 from portable_backend.device import DeviceInfo
 from portable_backend.kernels.config import KernelConfig
 from portable_backend.kernels.plan import StepKind, default_config
@@ -65,7 +65,8 @@ def settings(tmp_path, monkeypatch):
         } | environ
         found = Settings.from_env(values)
         monkeypatch.setattr("portable_backend.settings.get_settings", lambda: found)
-        monkeypatch.setattr(startup, "get_settings", lambda: found)
+        for module in (startup, likely_layers):
+            monkeypatch.setattr(module, "get_settings", lambda: found)
         monkeypatch.setattr(tuned, "get_settings", lambda: found)
         tuned._lookup.cache_clear()
 

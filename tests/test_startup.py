@@ -101,6 +101,50 @@ def test_a_failure_is_one_warning_and_the_engine_serves(
     assert "no disk" in str(warning.exc_info[1])
 
 
+def test_a_triton_that_is_not_known_costs_one_warning(build, monkeypatch, caplog):
+    """What compiles ahead needs parts of Triton that serving does not."""
+    from backend_fakes import make_impl, modules
+
+    from portable_backend import metadata
+
+    pb = modules()
+    metadata._warn_not_ahead.cache_clear()
+    found = Settings.from_env({"PORTABLE_BACKEND_COMPILE_AHEAD": "on"})
+    for place in ("settings", "impl"):
+        monkeypatch.setattr(f"portable_backend.{place}.get_settings", lambda: found)
+    monkeypatch.setitem(sys.modules, "portable_backend.startup", None)
+    make_impl(pb).process_weights_after_loading(torch.float32)
+    for _ in range(2):
+        assert build().planners
+    (warning,) = [x for x in caplog.records if x.levelno >= logging.WARNING]
+    assert "not compiled ahead" in warning.getMessage()
+    metadata._warn_not_ahead.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("files", "cpus"),
+    [
+        ({}, 8),
+        ({"cpu.max": "max 100000\n"}, 8),
+        ({"cpu.max": "250000 100000\n"}, 2),
+        ({"cpu.max": "50000 100000\n"}, 1),
+        ({"cpu.max": "6400000 100000\n"}, 8),
+        ({"cpu.max": "who knows"}, 8),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8),
+        ({"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000"}, 3),
+        ({"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "0"}, 8),
+    ],
+)
+def test_a_containers_quota_of_cpus_counts(tmp_path, monkeypatch, files, cpus):
+    from portable_backend.warmup.cpus import usable_cpus
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert usable_cpus(tmp_path) == cpus
+
+
 def test_layers_are_told_apart_by_what_their_kernels_are_compiled_for(startup, build):
     sinks = torch.zeros(4)
     for options in ({}, {"logits_soft_cap": 30.0}, {"sinks": sinks}):

@@ -7,6 +7,7 @@ another GPU of the architecture; `portfolio`, the few configs that cover most ke
 the nearest size comes first, then the layers in their order.
 """
 
+import copy
 import functools
 import logging
 import math
@@ -214,6 +215,12 @@ class Lookup:
             kernel: {g: counts[kernel, g] for g in GRADES if (kernel, g) in counts}
             for kernel in kernels
         }
+
+    def anew(self) -> "Lookup":
+        """Another one over the same records, with no choices made."""
+        other = copy.copy(self)
+        other._memo = {}
+        return other
 
     def refresh(self) -> None:
         """Forget every choice and read the files again."""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compile lists of binaries into Triton's cache, in processes that may be lost."""
 
+import contextlib
 import os
 import queue
 import threading
@@ -17,6 +18,7 @@ from portable_backend.warmup.triton_cache import shared_bytes
 
 # Those that take longest come first, so that no worker is left with one at the end.
 _SLOW_FIRST = ("prefill", "decode")
+_LOOK_S = 0.1  # between looks at whether to stop
 
 
 @dataclass
@@ -111,11 +113,13 @@ def compile_all(
     limit_s: float,
     command: Sequence[str] = WORKER,
     environment: Mapping[str, str] | None = None,
+    stop: threading.Event | None = None,
 ) -> Iterator[tuple[Binary, str | None]]:
     """Compile binaries, whether they are there or not.
 
     Args:
         environment: of the workers; None: this process's.
+        stop: once it is set, what is not done is left.
 
     Yields:
         (binary, None or why not) of each, as they are done.
@@ -149,8 +153,11 @@ def compile_all(
     try:
         for thread in threads:
             thread.start()
-        for _ in binaries:
-            yield done.get()
+        remaining = len(binaries)
+        while remaining and not (stop is not None and stop.is_set()):
+            with contextlib.suppress(queue.Empty):
+                yield done.get(timeout=_LOOK_S)
+                remaining -= 1
     finally:
         while not waiting.empty():
             waiting.get_nowait()
