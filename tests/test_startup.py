@@ -59,7 +59,6 @@ def test_starts_beside_a_stub_gpu():
     check_suite("stub_startup", limit_s=600)
 
 
-@pytest.mark.long
 def test_workers_begin_when_weights_are_loaded():
     pytest.importorskip("vllm", reason="needs the back end, and so vLLM")
     check_suite("stub_early_start", limit_s=600)
