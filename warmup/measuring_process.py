@@ -21,6 +21,12 @@ from portable_backend.warmup.measuring_pipe import Child, Failure, Released
 from portable_backend.warmup.records import TuningKey
 from portable_backend.warmup.search import Proposal, Trial
 
+# Of a turn of a trial: two or three spans of a graph. A search makes 100 trials of
+# a key and confirms three configs, so its trials are short; sweeps have turns of 2 ms.
+TRIAL_TURN_US = 2500.0
+# Of a confirmation, which decides what serves: in short turns a chip does not settle on
+# the clock that a config's power allows.
+CONFIRM_TURN_US = 10_000.0
 MAKE_WORKLOAD = "portable_backend.warmup.workloads:make_workload"
 # To make a key's workload; then all its configs are given up.
 _TRIES = 2
@@ -72,8 +78,9 @@ class MeasuringProcess:
         hold_s: beside an engine, how long the child keeps its memory while that is
             busy; None: the child's own.
         confirm_rounds: of timing in a confirmation.
-        turn_us: length of a turn, of which a round has one each for the config and the
-            incumbent. In short ones a chip does not settle on a clock.
+        turn_us: length of a turn of a trial, of which a round has one each for the
+            config and the incumbent. What one call takes is the least.
+        confirm_turn_us: of a confirmation.
         gives_up: whether what is clearly slower than the incumbent is timed for fewer
             rounds than proposed.
         env: of the child, in addition to this process's own.
@@ -96,7 +103,8 @@ class MeasuringProcess:
         device_memory_mib: int | None = None,
         hold_s: float | None = None,
         confirm_rounds: int = 15,
-        turn_us: float = 10_000.0,
+        turn_us: float = TRIAL_TURN_US,
+        confirm_turn_us: float = CONFIRM_TURN_US,
         gives_up: bool = True,
         env: Mapping[str, str] | None = None,
     ) -> None:
@@ -111,6 +119,7 @@ class MeasuringProcess:
             ("device_memory_share", device_memory_share),
             ("confirm_rounds", confirm_rounds),
             ("turn_us", turn_us),
+            ("confirm_turn_us", confirm_turn_us),
         ):
             if not value > 0:
                 raise bad_argument(name, "above 0", value, "leave it out")
@@ -120,6 +129,7 @@ class MeasuringProcess:
         self.host_memory_mib = host_memory_mib
         self.device_memory_share = device_memory_share
         self.confirm_rounds, self.turn_us = confirm_rounds, turn_us
+        self.confirm_turn_us = confirm_turn_us
         self.gives_up = gives_up
         self._beside: dict[str, Any] = {}
         self._activity: Activity | None = None
@@ -379,6 +389,7 @@ class MeasuringProcess:
             "make": self.make,
             "limit_s": self.limit_s,
             "turn_us": self.turn_us,
+            "confirm_turn_us": self.confirm_turn_us,
             "gives_up": self.gives_up,
             "device_memory_share": self.device_memory_share,
             "parent": os.getpid(),
