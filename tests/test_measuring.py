@@ -50,10 +50,11 @@ class Fake:
         self.key = TuningKey.of("fake", dtype="float32")
         self.now_s, self.calls = 0.0, []
         self.rng = random.Random(self.seed)
-        self.seeds = []
+        self.seeds, self.reuses = [], []
 
-    def check(self, config, seed):
+    def check(self, config, seed, *, reuse=False):
         self.seeds.append(seed)
+        self.reuses.append(reuse)
         return Check(1.25, self.wrong)
 
     def contestant(self, config):
@@ -190,6 +191,7 @@ def test_confirmation_is_on_unseen_seeds(bench):
     fake, timer = bench(tremble=0.01)
     result = timer.confirm(config(80), seed=7, rounds=9)
     assert fake.seeds == [-22, -23, -24]
+    assert not any(fake.reuses)  # of inputs that trials had
     assert result.is_better
     assert result.time_us == pytest.approx(0.8 * result.default_us, rel=0.03)
     assert result.error_ratio == 1.25

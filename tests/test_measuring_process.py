@@ -29,6 +29,7 @@ REJECTED = [
     ("writes nothing", "correctness", "error inf"),
     ("works once", "correctness", "timing inputs: relative error nan"),
     ("keeps its first result", "correctness", "error"),
+    ("keeps results by shape", "correctness", "error"),
     ("timing shape only", "correctness", "error inf"),
     ("reads past the row", "correctness", "error inf"),
     ("writes past the rows", "correctness", "around the rows"),

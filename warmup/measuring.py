@@ -181,7 +181,8 @@ class Bench:
         Args:
             proposal: the config, and its rounds; fewer are timed where it is clearly
                 slower than the incumbent.
-            seed: 0 or more; of the inputs it is checked on.
+            seed: 0 or more, another one for each trial; of the inputs that are drawn
+                to check it on. Some that earlier trials had are among them as well.
             incumbent: to time it in turns with; None: alone.
             incumbent_us: its time, as an earlier trial gave it; None: as measured now.
 
@@ -194,7 +195,7 @@ class Bench:
             self._prepare_incumbent(incumbent)
         self._on_stage("candidate")
         with self._gate.paced():
-            check = self.workload.check(config, seed)
+            check = self.workload.check(config, seed, reuse=True)
         if check.wrong is not None:
             raise WrongResultError(check.wrong)
         if config == incumbent:

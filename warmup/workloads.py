@@ -33,8 +33,15 @@ class Workload(Protocol):
     roof_us: float | None
     error_limit: float
 
-    def check(self, config: KernelConfig, seed: int) -> Check:
-        """Run on fresh inputs drawn from `seed`, and compare with the oracle."""
+    def check(self, config: KernelConfig, seed: int, *, reuse: bool = False) -> Check:
+        """Run on fresh inputs drawn from `seed`, and compare with the oracle.
+
+        Args:
+            config: to run.
+            seed: of what is drawn.
+            reuse: whether inputs of earlier such checks may be among them, and these
+                be kept, where that saves time. Some are fresh all the same.
+        """
 
     def contestant(self, config: KernelConfig) -> Contestant:
         """Calls to time, over enough inputs that the L2 cache is cold."""
