@@ -52,6 +52,14 @@ def test_each_check_has_one_new_case_and_none_is_kept_for_long():
     assert [new for _, new in kept.take(draw)].count(True) == 1
 
 
+def test_what_is_drawn_ahead_leaves_the_first_check_one_case_to_draw():
+    kept, draw = KeptCases(SLOTS, 1 << 20), Drawn()
+    kept.fill(draw)
+    assert draw.slots == [1, 2, 3, 4]
+    assert [new for _, new in kept.take(draw)] == [True, *[False] * 4]
+    assert draw.slots[4:] == [0]
+
+
 @pytest.mark.parametrize(("limit", "kept_cases"), [(399, 0), (400, 1), (1300, 3)])
 def test_what_does_not_fit_is_drawn_for_each_check(limit, kept_cases):
     kept, draw = KeptCases(SLOTS, limit), Drawn()

@@ -15,7 +15,7 @@ import pytest
 from planted_workloads import behaving, make_key
 
 from portable_backend.warmup import measuring_child
-from portable_backend.warmup.measuring_pipe import MeasuringError
+from portable_backend.warmup.measuring_pipe import Child, MeasuringError
 from portable_backend.warmup.measuring_process import MeasuringProcess
 from portable_backend.warmup.search import Budget, Proposal, search
 
@@ -85,6 +85,46 @@ def test_a_process_that_was_begun_is_the_one_that_measures():
         assert pid_of(measuring) == begun
     with pytest.raises(ProcessLookupError):
         os.kill(begun, 0)
+
+
+def test_a_workload_is_made_meanwhile_once_and_no_reply_is_taken_for_another(
+    monkeypatch,
+):
+    asked = []
+    send = Child.send
+    monkeypatch.setattr(
+        Child,
+        "send",
+        lambda child, request: (asked.append(request["do"]), send(child, request))[1],
+    )
+    other = make_key(num_rows=7)
+    with process() as measuring:
+        measuring.begin(KEY)  # before the child is even up
+        assert measuring.roof_us(KEY) == 3.5
+        (good,) = trials(measuring, "good")
+        assert good.invalid is None and asked == ["prepare", "trial"]
+        measuring.begin(KEY)
+        assert len(asked) == 2
+        # Begun for another key than the one that comes.
+        measuring.begin(other)
+        (wrong, good) = trials(measuring, "wrong", "good")
+        assert (wrong.invalid, good.invalid) == ("correctness", None)
+        assert asked[2:] == ["prepare", "prepare", "trial", "prepare", "trial"]
+        (good,) = trials(measuring, "good", key=other)
+        assert good.invalid is None
+        measuring.begin(make_key(row_size=80))
+        os.kill(pid_of(measuring), signal.SIGKILL)
+        (good,) = trials(measuring, "good")
+        assert good.invalid is None, good.reason
+
+
+def test_what_cannot_be_made_meanwhile_is_a_failure_of_its_own_key():
+    with process("make_nothing") as measuring:
+        measuring.begin(KEY)
+        assert "900 GiB" in measuring.why_not(KEY)
+        assert "900 GiB" in measuring.why_not(KEY)
+        measuring.begin(KEY)  # given up after two tries
+        assert measuring._begun is None
 
 
 @pytest.mark.parametrize(("behaviour", "invalid", "reason"), REJECTED)

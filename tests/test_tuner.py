@@ -104,6 +104,37 @@ def test_the_default_is_left_only_beyond_noise(tmp_path, gain, noise, state):
     assert record.verified and record.default_us == default_us
 
 
+def test_what_is_clearly_slower_than_the_default_is_not_confirmed(tmp_path):
+    """Trials are not off by 2 %; then a search of few trials ends at once."""
+    measurer = Measurer()
+    tuner = tuner_with(measurer, tmp_path, EVERYTHING)
+    tuner.tools.catalog = type(
+        "BestIsDefault", (Catalog,), {"default": lambda *_: BEST}
+    )()
+    (outcome,) = tune(tasks_of(1), tuner)
+    near = [c for c in CONFIGS if c != BEST and time_of(c) <= 1.01 * time_of(BEST)]
+    assert outcome.state in ("tuned", "default")
+    assert len(near) < EVERYTHING.finalists
+    assert set(measurer.confirmed) == {BEST, *near}
+
+
+def test_each_config_is_measured_as_soon_as_it_is_compiled(tmp_path):
+    """Not only once others are, too."""
+    measurer = Measurer()
+    compiler = Compiler(measurer)
+    seen = []
+
+    def wait(key, configs):
+        for config in configs:
+            seen.append(len(measurer.measured))
+            yield Compiled(config)
+
+    compiler.wait = wait
+    tuner = tuner_with(measurer, tmp_path, EVERYTHING, make_compiler=lambda: compiler)
+    tune(tasks_of(1), tuner)
+    assert seen == list(range(len(CONFIGS)))
+
+
 def test_a_wrong_default_is_no_record(tmp_path):
     measurer = Measurer(overfitted=range(len(CONFIGS)))
     (outcome,) = tune(tasks_of(1), tuner_with(measurer, tmp_path, EVERYTHING))

@@ -151,24 +151,22 @@ class AttentionWorkload:
         before had the values with the other sign.
         """
         full = self._with(config)
-        count = self._cases.slots
-
-        def draw(slot: int) -> _Case:
-            distribution = DISTRIBUTIONS[(seed * count + slot) % len(DISTRIBUTIONS)]
-            rng = random.Random(f"{self.key} {seed} {slot}")
-            return self._draw_case(distribution, rng)
 
         def checks() -> Iterator[Check]:
-            cases = self._cases if reuse else KeptCases[_Case](count, 0)
+            kept = self._cases
+            cases = kept if reuse else KeptCases[_Case](kept.slots, 0)
             sign = -1.0 if seed % 2 else 1.0
             twice = True
-            for case, is_new in cases.take(draw):
+            for case, is_new in cases.take(partial(self._draw_case, seed)):
                 yield from self._run_case(full, case, sign)
                 if is_new and twice:
                     twice = False
                     yield from self._run_case(full, case, -sign)
 
         return worst_of(checks())
+
+    def draw_ahead(self) -> None:
+        self._cases.fill(partial(self._draw_case, 0))
 
     def contestant(self, config: KernelConfig) -> Contestant:
         inputs = self.inputs
@@ -261,7 +259,10 @@ class AttentionWorkload:
             config=config,
         )
 
-    def _draw_case(self, distribution: Distribution, rng: random.Random) -> _Case:
+    def _draw_case(self, seed: int, slot: int) -> _Case:
+        number = seed * self._cases.slots + slot
+        distribution = DISTRIBUTIONS[number % len(DISTRIBUTIONS)]
+        rng = random.Random(f"{self.key} {seed} {slot}")
         shape = self._draw_shape(rng)
         inputs = make_inputs(shape, self.device, seed=rng.getrandbits(32))
         _redistribute(inputs, distribution)

@@ -62,10 +62,19 @@ class KeptCases(Generic[_Case]):
                 continue
             self._kept.pop(slot, None)
             case = draw(slot)
-            size = sum(t.numel() * t.element_size() for t in case.tensors)
-            if self.num_bytes + size <= self.limit_bytes:
-                self._kept[slot] = case, size, fingerprint(case.tensors)
+            self._keep(slot, case)
             yield case, True
+
+    def fill(self, draw: Callable[[int], _Case]) -> None:
+        """Draw ahead what the next check would, but for the one that it has anew."""
+        for slot in range(self.slots):
+            if slot != self._checks % self.slots and slot not in self._kept:
+                self._keep(slot, draw(slot))
+
+    def _keep(self, slot: int, case: _Case) -> None:
+        size = sum(t.numel() * t.element_size() for t in case.tensors)
+        if self.num_bytes + size <= self.limit_bytes:
+            self._kept[slot] = case, size, fingerprint(case.tensors)
 
 
 def fingerprint(tensors: Sequence[torch.Tensor]) -> list[int]:

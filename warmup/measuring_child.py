@@ -149,6 +149,8 @@ class _Child:
             self._key = key
         bench, workload = self._bench, self._bench.workload
         if request["do"] == "prepare":
+            with self.gate.paced():
+                workload.draw_ahead()
             default = workload.default.to_dict()
             return {"default": default, "roof_us": workload.roof_us}
         config = KernelConfig.from_dict(request["config"])

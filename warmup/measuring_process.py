@@ -5,6 +5,7 @@ Nothing here touches the GPU. The child is started when it is first needed, and 
 after each time it was lost; what it was doing then becomes an invalid trial.
 """
 
+import contextlib
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -141,16 +142,33 @@ class MeasuringProcess:
         self._env = dict(env or {})
         self._child: Child | None = None
         self._prepared: TuningKey | None = None
+        self._begun: dict[str, Any] | None = None  # asked for, and not answered yet
         self._answers: dict[TuningKey, dict[str, Any]] = {}
         self._times: dict[tuple[TuningKey, KernelConfig], float] = {}
         self._unusable: set[tuple[TuningKey, KernelConfig]] = set()
         self._unready: dict[TuningKey, list[Failure]] = {}
         self._count = 0
 
-    def begin(self) -> None:
-        """Start the child without waiting for it: its imports take seconds."""
+    def begin(self, key: TuningKey | None = None) -> None:
+        """Start the child without waiting for it: its imports take seconds.
+
+        Args:
+            key: whose workload it makes as soon as it is ready, likewise; what fails
+                shows when that key is measured.
+        """
         if self._child is None:
             self._child = self._new_child()
+        if key is None or self._begun is not None or self._prepared == key:
+            return
+        if len(self._unready.get(key, ())) == _TRIES:
+            return
+        request = _request(key, do="prepare")
+        self._prepared = None
+        try:
+            self._child.send(request)
+            self._begun = request
+        except (Failure, Released):
+            self.close()
 
     def measure(
         self,
@@ -280,7 +298,7 @@ class MeasuringProcess:
         if self._child is not None:
             self._child.end()
             self._child = None
-        self._prepared = None
+        self._prepared = self._begun = None
 
     def __enter__(self) -> "MeasuringProcess":
         return self
@@ -348,7 +366,7 @@ class MeasuringProcess:
     ) -> dict[str, Any]:
         """The reply's result. Whatever interrupts ends the child, so that no reply to
         this request can be taken for another's."""
-        request = {**request, "kernel": key.kernel, "fields": key.to_dict()}
+        request = _request(key, **request)
         while True:
             try:
                 return self._send_once(request, limit_s)
@@ -358,8 +376,18 @@ class MeasuringProcess:
 
     def _send_once(self, request: dict[str, Any], limit_s: float) -> dict[str, Any]:
         child = self._running()
+        begun, self._begun = self._begun, None
+        if begun is not None and begun != request:
+            # It is for another key, whose turn does not come.
+            with contextlib.suppress(Failure):
+                child.answer(self.prepare_limit_s, self.host_memory_mib)
+            if not child.is_alive:
+                self.close()
+                child = self._running()
         try:
-            result = child.ask(request, limit_s, self.host_memory_mib)
+            if begun != request:
+                child.send(request)
+            result = child.answer(limit_s, self.host_memory_mib)
         except Failure:
             self._prepared = None
             if not child.is_alive:
@@ -378,8 +406,7 @@ class MeasuringProcess:
             try:
                 child.start(self.start_limit_s, self.host_memory_mib)
             except BaseException:
-                child.end()
-                self._child = None
+                self.close()
                 raise
         return child
 
@@ -396,3 +423,7 @@ class MeasuringProcess:
             **self._beside,
         }
         return Child(options, self._env, self._activity)
+
+
+def _request(key: TuningKey, **request: Any) -> dict[str, Any]:
+    return {**request, "kernel": key.kernel, "fields": key.to_dict()}

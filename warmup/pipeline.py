@@ -9,9 +9,6 @@ from portable_backend.warmup.records import TuningKey
 from portable_backend.warmup.search import Proposal, Strategy, Trial
 from portable_backend.warmup.tools import Tools
 
-# Ready configs that are handed to the measurer at once.
-TOGETHER = 4
-
 
 class Ahead:
     """A strategy that is asked for a batch more than it hands out.
@@ -76,25 +73,14 @@ class Pipeline:
         self, proposals: Sequence[Proposal], incumbent: KernelConfig
     ) -> Iterator[Trial]:
         """Yield a trial for each proposal, in order, as soon as it can be had."""
-        ready: list[Proposal] = []
+        measurer = self.tools.measurer
         for proposal, invalid, reason in self._compiled(proposals):
             if invalid is None:
-                ready.append(proposal)
-                if len(ready) < TOGETHER:
-                    continue
-            yield from self._timed(ready, incumbent)
-            ready = []
-            if invalid is not None:
+                # One by one: it is measured while the next one still compiles.
+                yield from measurer.measure(self.key, [proposal], incumbent)
+            else:
                 config, rounds = proposal.config, proposal.rounds
                 yield Trial(config, rounds, None, invalid, reason)
-        yield from self._timed(ready, incumbent)
-
-    def _timed(
-        self, proposals: list[Proposal], incumbent: KernelConfig
-    ) -> Iterator[Trial]:
-        if proposals:
-            measurer = self.tools.measurer
-            yield from measurer.measure(self.key, proposals, incumbent)
 
     def _compiled(
         self, proposals: Sequence[Proposal]

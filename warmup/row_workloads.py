@@ -90,6 +90,9 @@ class RMSNormWorkload:
             tuple(torch.empty_like(self.x) for _ in range(3)) for _ in range(copies)
         ]
 
+    def draw_ahead(self) -> None:
+        pass
+
     def check(self, config: KernelConfig, seed: int, *, reuse: bool = False) -> Check:
         # Rows are drawn as fast as they are compared: nothing is kept.
         return worst_of(
@@ -223,6 +226,9 @@ class KVCacheWorkload:
             mine = order[i * blocks : (i + 1) * blocks]
             slots = mine[position // together] * _BLOCK_SIZE + position % _BLOCK_SIZE
             self.sets.append((*self._tokens(self.num_tokens, generator), slots))
+
+    def draw_ahead(self) -> None:
+        pass
 
     def check(self, config: KernelConfig, seed: int, *, reuse: bool = False) -> Check:
         # Rows are drawn as fast as they are compared: nothing is kept.

@@ -152,11 +152,11 @@ class Tools:
             self._compiler = self._make_compiler()
         return self._compiler
 
-    def begin(self) -> None:
-        """Have the measurer start meanwhile, if it can."""
+    def begin(self, key: TuningKey) -> None:
+        """Have the measurer start and prepare a key meanwhile, if it can."""
         begin = getattr(self.measurer, "begin", None)
         if begin is not None:
-            begin()
+            begin(key)
 
     def close(self) -> None:
         """End what was started; used again, it starts afresh."""

@@ -206,9 +206,9 @@ class _Job:
             return Outcome(key, "known", record=known)
         self.default = prepared.default
         self.considered, self.pruned = len(prepared.members), len(prepared.pruned)
+        tools.begin(key)
         if self.upcoming is not None:
             self.tuner._preparer.begin(self.upcoming, tools)
-        tools.begin()
         try:
             log = self._log(prepared)
         except LogMismatchError as error:
@@ -262,12 +262,7 @@ class _Job:
                 path.unlink(missing_ok=True)
             log = TrialLog(path, header)
             if prepared.pruned:
-                rows = [
-                    {"config": config.to_dict(), "reason": reason}
-                    for config, reason in prepared.pruned
-                ]
-                lines = "".join(json.dumps(row) + "\n" for row in rows)
-                path.with_suffix(".pruned").write_text(lines)
+                path.with_suffix(".pruned").write_text(prepared.pruned_lines)
             return log
         except OSError as error:
             self._note(f"no trial log, so it cannot be resumed: {error}")
@@ -389,6 +384,7 @@ class _Job:
         winner: tuple[float, KernelConfig, Confirmation] | None = None
         confirmed = 0
         ranked = fastest(result.trials, self.tools.rounds)
+        slower = self._clearly_slower(result.trials)
         self._compile_upcoming(ranked[: self.options.batch])
         for config in ranked:
             if (
@@ -396,7 +392,7 @@ class _Job:
                 or len(wrong) > self.options.finalists
             ):
                 break
-            if config == self.default:
+            if config == self.default or config in slower:
                 continue
             found = self._confirm(config)
             if found.wrong is not None:
@@ -419,6 +415,13 @@ class _Job:
             reason = f"the default config is wrong: {found.wrong}"
             return self._outcome("failed", reason, stopped=result.stopped)
         return self._recorded("default", self.default, found, result.stopped)
+
+    def _clearly_slower(self, trials: Iterable[Trial]) -> set[KernelConfig]:
+        """Configs that are worth it only if trials are off by twice the least gain."""
+        full = [t for t in trials if t.time_us and t.rounds >= self.tools.rounds]
+        ours = [t.time_us or 0.0 for t in full if t.config == self.default]
+        limit_us = max(ours, default=math.inf) * (1 + self.options.min_gain)
+        return {t.config for t in full if t.time_us and t.time_us > limit_us}
 
     def _compile_upcoming(self, ranked: Sequence[KernelConfig]) -> None:
         """Have the next unit's default compile, and what it will probably try first."""
