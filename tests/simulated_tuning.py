@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tune a whole model against a clock that is simulated, and times that are made up.
 
-    python -P tests/simulated_tuning.py --budget-s 600 --strategy bayesian
+    python tests/simulated_tuning.py --budget-s 600 --strategy bayesian
 
 The units, spaces, defaults and the tuner are the real ones. A config takes some 5 s of
-one of 15 workers to compile and 0.15 s to time. Its time is the resource model's
+one of 15 workers to compile and `--trial-s` to check and time. Its time is the model's
 estimate, times what a synthetic landscape makes of its parameters (`synthetic_sweeps`),
 with 0.5 % of noise. What comes out compares settings of the tuner with each other; it
 says nothing about a GPU.
@@ -19,7 +19,6 @@ import math
 import random
 import sys
 import tempfile
-import threading
 import time
 from collections import defaultdict
 from dataclasses import dataclass
@@ -46,8 +45,11 @@ from portable_backend.warmup.tuning_tools import SpaceCatalog, resource_model, t
 from portable_backend.warmup.units import EngineLimits, units_of
 
 DEVICE = DeviceInfo.for_arch("sm90", 132)
-COMPILE_S, TRIAL_S, PREPARE_S, CONFIRM_S, HOST_S = 5.0, 0.15, 1.0, 0.5, 0.3
-MAIN = threading.main_thread()
+COMPILE_S, PREPARE_S, HOST_S = 5.0, 1.0, 0.3
+# As an H200's pieces add up: before a trial, 6 ms; its check, 4 / 5 of which went with
+# inputs that are kept, 15; 18 turns of 2.5 ms. A confirmation makes three checks of 60
+# ms, and seven rounds of three turns of 10 ms.
+TRIAL_S, CONFIRM_S = 0.07, 0.45
 NOISE, OWN = 0.005, 0.01
 SPREAD = 0.4  # of the landscape: so that a default has some 70 % of the best speed
 
@@ -164,41 +166,33 @@ class Confirmed:
 
 
 class Measurer:
-    def __init__(self, clock, catalog):
+    def __init__(self, clock, catalog, trial_s=TRIAL_S, confirm_s=CONFIRM_S):
         self.clock, self.catalog = clock, catalog
-        self.rng, self.key = random.Random(0), None
+        self.trial_s, self.confirm_s = trial_s, confirm_s
+        self.rng, self.key, self.ready_s = random.Random(0), None, 0.0
         self.truth = functools.cache(lambda key: Truth(key, catalog))
 
-    def measure(self, key, proposals, incumbent=None):
+    def begin(self, key):
+        """The host then takes a moment for its own part."""
         if key != self.key:
-            self.clock.now += PREPARE_S
-            self.key = key
+            self.key, self.ready_s = key, self.clock.now + PREPARE_S
+            self.clock.now += HOST_S
+
+    def measure(self, key, proposals, incumbent=None):
+        self.begin(key)
+        self.clock.now = max(self.clock.now, self.ready_s)
         for p in proposals:
-            self.clock.now += TRIAL_S
+            self.clock.now += self.trial_s
             time_us = self.truth(key).of(p.config) * math.exp(self.rng.gauss(0, NOISE))
-            yield Trial(p.config, p.rounds, time_us, seconds=TRIAL_S)
+            yield Trial(p.config, p.rounds, time_us, seconds=self.trial_s)
 
     def confirm(self, key, config, seed):
-        self.clock.now += CONFIRM_S
+        self.clock.now += self.confirm_s
         truth = self.truth(key)
         return Confirmed(truth.of(config), truth.of(self.catalog.default(key)))
 
     def close(self):
         pass
-
-
-class Catalog(SpaceCatalog):
-    """Each unit costs the host a moment."""
-
-    def __init__(self, clock):
-        super().__init__(DEVICE)
-        self.clock, self._met = clock, set()
-
-    def default(self, key):
-        if key not in self._met and threading.current_thread() is MAIN:
-            self._met.add(key)
-            self.clock.now += HOST_S
-        return super().default(key)
 
 
 def llama_8b():
@@ -218,11 +212,18 @@ def served_for(key, outcomes):
     return record.config if distance <= 2 else None
 
 
-def simulate(budget_s, options, *, workers=15, limit=None):
-    """What a run takes and gives; `limit` takes the first units alone."""
+def simulate(budget_s, options, *, workers=15, limit=None, **costs):
+    """What a run takes and gives.
+
+    Args:
+        budget_s, options: of the tuner.
+        workers: that compile.
+        limit: the first units alone.
+        costs: `trial_s` and `confirm_s`, where they are others.
+    """
     clock = Clock()
-    catalog = Catalog(clock)
-    measurer, compiler = Measurer(clock, catalog), Compiler(clock, workers)
+    catalog = SpaceCatalog(DEVICE)
+    measurer, compiler = Measurer(clock, catalog, **costs), Compiler(clock, workers)
     digests = dict.fromkeys(("prefill", "decode", "rms_norm", "kv_cache"), "synthetic")
     tools = Tools(
         device=DEVICE,
@@ -270,6 +271,8 @@ def simulate(budget_s, options, *, workers=15, limit=None):
 def main():
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--budget-s", type=float)
+    parser.add_argument("--trial-s", type=float, default=TRIAL_S)
+    parser.add_argument("--confirm-s", type=float, default=CONFIRM_S)
     parser.add_argument("--workers", type=int, default=15)
     parser.add_argument("--units", type=int)
     for name in ("trials", "patience", "candidates", "batch", "finalists"):
@@ -283,9 +286,11 @@ def main():
     limit = args.pop("limit")
     warm_start.warm_ranking.__kwdefaults__["limit"] = limit
     budget_s, workers, units = (args.pop(n) for n in ("budget_s", "workers", "units"))
+    costs = {name: args.pop(name) for name in ("trial_s", "confirm_s")}
     given = {"patience": 48} | {n: v for n, v in args.items() if v is not None}
-    result = simulate(budget_s, TuneOptions(**given), workers=workers, limit=units)
-    given |= {"from_ready": warm_start.FROM_READY, "limit": limit}
+    options = TuneOptions(**given)
+    result = simulate(budget_s, options, workers=workers, limit=units, **costs)
+    given |= {"from_ready": warm_start.FROM_READY, "limit": limit} | costs
     json.dump(given | {"budget_s": budget_s} | result, sys.stdout)
     print()
 

@@ -311,9 +311,48 @@ def test_the_next_units_first_configs_compile_while_a_winner_is_confirmed(tmp_pa
     compiler.wait = lambda key, configs: map(Compiled, configs)
     tuner = tuner_with(Measurer(), tmp_path, EVERYTHING, make_compiler=lambda: compiler)
     tune(tasks_of(1, 2), tuner)
-    early, late, *_ = (configs for key, configs in keys if key == key_of(2))
+    first, early, late, *_ = (configs for key, configs in keys if key == key_of(2))
+    assert first == [DEFAULT]  # as of all units
     assert early == [DEFAULT]  # as soon as this unit's first ones are on their way
     assert late[:2] == [DEFAULT, BEST] and len(late) == 1 + EVERYTHING.batch
+
+
+def test_the_defaults_of_all_units_compile_before_the_first_unit_is_searched(tmp_path):
+    compiler = Compiler(Measurer())
+    keys = []
+    compiler.submit = lambda key, configs: keys.append((key, list(configs)))
+    compiler.wait = lambda key, configs: map(Compiled, configs)
+    tuner = tuner_with(Measurer(), tmp_path, EVERYTHING, make_compiler=lambda: compiler)
+    tune(tasks_of(1, 2, 3), tuner)
+    first = [keys.index((key_of(n), [DEFAULT])) for n in (2, 3)]
+    searched = next(i for i, (key, found) in enumerate(keys) if len(found) > 1)
+    assert max(first) < searched
+
+
+@pytest.mark.parametrize(("budget_s", "chosen"), [(None, 32), (1e3, 32), (3.4, 12)])
+def test_no_more_is_compiled_ahead_than_there_is_time_for(tmp_path, budget_s, chosen):
+    compiler = Compiler(Measurer())
+    sizes = []
+    compiler.submit = lambda key, configs: sizes.append(len(list(configs)))
+    compiler.wait = lambda key, configs: map(Compiled, configs)
+    tuner = tuner_with(Measurer(), tmp_path, EVERYTHING, make_compiler=lambda: compiler)
+    tune(tasks_of(1), tuner, budget_s=budget_s)
+    assert max(sizes) == chosen
+
+
+def test_what_is_compiled_is_tried_before_what_is_not(tmp_path):
+    measurer = Measurer()
+    compiler = Compiler(measurer)
+    ready = sorted(CONFIGS[10:60], key=time_of)[5:9]
+    compiler.ready = lambda key, configs: [c for c in configs if c in ready]
+    options = replace(EVERYTHING, warm_start=True, trials=32)
+    tuner = tuner_with(
+        measurer, tmp_path, options, make_compiler=lambda: compiler, prune=prune
+    )
+    tune(tasks_of(1), tuner)
+    tried = [config for _, config in measurer.measured]
+    ranked = [config for config in ready if config in tried]
+    assert ranked and tried[1 : 1 + len(ranked)] == ranked
 
 
 def test_what_does_not_compile_is_not_measured(tmp_path):

@@ -84,6 +84,14 @@ class Tuner:
         self._tools: Tools | None = None
         self._confirm_s = 0.5  # what confirming one config takes
         self._preparer = Preparer(self.options)
+        self._expected: list[TuningKey] = []
+
+    def expect(self, keys: Iterable[TuningKey]) -> None:
+        """Have the defaults of units to come compile right after the next one's.
+
+        They share a few binaries, for each of which a unit would wait otherwise.
+        """
+        self._expected = list(keys)
 
     @property
     def tools(self) -> Tools:
@@ -161,6 +169,7 @@ def tune(
     clock = tuner.tools.clock if tasks else (lambda: 0.0)
     shares = Shares(tasks, budget_s, clock=clock)
     outcomes: list[Outcome] = []
+    tuner.expect(task.key for task in tasks[1:])
     for task, following in itertools.zip_longest(tasks, tasks[1:]):
         seconds = shares.grant(task)
         if seconds == 0.0:
@@ -285,6 +294,7 @@ class _Job:
 
         if options.warm_start:
             submit(self._starts(space, estimated))  # while the cost model learns
+        self._compile_expected()
         strategy = make_strategy(
             options.chosen,
             space,
@@ -316,10 +326,16 @@ class _Job:
             measure,
             Budget(seconds=seconds, trials=options.cost),
             log,
-            batch=options.batch,
+            batch=self._batch(),
             stop=self._is_enough(),
             clock=tools.clock,
         )
+
+    def _batch(self) -> int:
+        """Configs at a time: no more than compile in the time that there is."""
+        if self.seconds is None:
+            return self.options.batch
+        return min(self.options.batch, max(4, int(2 * self.seconds)))
 
     def _starts(
         self, space: ListedSpace, estimated: Sequence[KernelConfig]
@@ -349,7 +365,7 @@ class _Job:
     ) -> list[KernelConfig]:
         if not self.options.warm_start:
             return []
-        return warm_ranking(
+        ranking = warm_ranking(
             self.key,
             space.configs,
             self.tools.device,
@@ -358,6 +374,9 @@ class _Job:
             estimated=estimated,
             ready=self._ready,
         )
+        # What is compiled is timed while the others compile.
+        ready = frozenset(self._ready(ranking))
+        return sorted(ranking, key=lambda config: config not in ready)
 
     def _is_enough(self) -> Callable[[Trial], bool]:
         """Ends a search that has reached the roof, or that goes on in vain."""
@@ -422,6 +441,17 @@ class _Job:
         ours = [t.time_us or 0.0 for t in full if t.config == self.default]
         limit_us = max(ours, default=math.inf) * (1 + self.options.min_gain)
         return {t.config for t in full if t.time_us and t.time_us > limit_us}
+
+    def _compile_expected(self) -> None:
+        keys, self.tuner._expected = self.tuner._expected, []
+        compiler = self.tools.compiler
+        if compiler is None:
+            return
+        for key in keys:
+            try:
+                compiler.submit(key, [self.tools.catalog.default(key)])
+            except BREAKDOWNS as error:  # which that unit meets itself
+                logger.debug("%s: not compiled ahead: %s", key, error)
 
     def _compile_upcoming(self, ranked: Sequence[KernelConfig]) -> None:
         """Have the next unit's default compile, and what it will probably try first."""
