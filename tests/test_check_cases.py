@@ -107,8 +107,11 @@ def test_memory_is_a_share_of_what_this_process_may_still_have(monkeypatch):
 
 
 @pytest.fixture
-def planted(monkeypatch):
-    """A workload with as many cases as on a GPU; what it runs; the lengths drawn."""
+def planted(monkeypatch, device):
+    """A workload with as many cases as on a GPU; what it runs; the lengths drawn.
+
+    What is planted is made of torch's own operations, which run where the kernels do.
+    """
     monkeypatch.setitem(attention_workload._CASES, "cpu", SLOTS)
     drawn = []
     make_inputs = attention_workload.make_inputs
@@ -137,7 +140,7 @@ def planted(monkeypatch):
     torch.set_num_threads(1)
 
     def plant(key):
-        run.workload = make_workload(key, CPU)
+        run.workload = make_workload(key, device)
         run.call = right
         drawn.clear()
         return run

@@ -165,10 +165,12 @@ def test_a_config_that_eats_memory_is_stopped_at_the_limit():
         assert good.invalid is None, good.reason
 
 
-def test_inputs_are_made_anew_after_what_may_have_spoiled_them():
+def test_inputs_are_made_anew_after_what_may_have_spoiled_them(device):
+    """The child is this process, so it runs where the kernels of this one do."""
     made = []
     source, out = os.pipe()
-    options = {"device": "cpu", "limit_s": 60, "turn_us": 1000, "make": "math:sqrt"}
+    options = {"device": str(device), "limit_s": 60, "turn_us": 1000}
+    options |= {"make": "math:sqrt", "device_memory_share": 1.0}
     child = measuring_child._Child(options, out)
 
     def make(key, device):
