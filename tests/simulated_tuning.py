@@ -3,11 +3,14 @@
 
     python tests/simulated_tuning.py --budget-s 600 --strategy bayesian
 
-The units, spaces, defaults and the tuner are the real ones. A config takes some 5 s of
-one of 15 workers to compile and `--trial-s` to check and time. Its time is the model's
+The units, spaces, defaults and the tuner are the real ones. A config takes
+`--compile-s` of one of 15 workers to compile and `--trial-s` to check and time; before
+the first one, the processes take `--start-s` to start. A config's time is the model's
 estimate, times what a synthetic landscape makes of its parameters (`synthetic_sweeps`),
 with 0.5 % of noise. What comes out compares settings of the tuner with each other; it
-says nothing about a GPU.
+says nothing about a GPU. "weighted" is the quality by the units' weights, and "first"
+how many configs were timed for each of the six most valuable units, which have 62 % of
+the weight.
 """
 
 import argparse
@@ -50,6 +53,8 @@ COMPILE_S, PREPARE_S, HOST_S = 5.0, 1.0, 0.3
 # inputs that are kept, 15; 18 turns of 2.5 ms. A confirmation makes three checks of 60
 # ms, and seven rounds of three turns of 10 ms.
 TRIAL_S, CONFIRM_S = 0.07, 0.45
+# A compile worker, and the process that measures, import torch.
+START_S = 4.0
 NOISE, OWN = 0.005, 0.01
 SPREAD = 0.4  # of the landscape: so that a default has some 70 % of the best speed
 
@@ -112,9 +117,9 @@ class Compiled:
 class Compiler:
     """As `CompilePool`: in order, but what is waited for goes first."""
 
-    def __init__(self, clock, workers):
-        self.clock, self.done = clock, {}
-        self.free = [0.0] * workers
+    def __init__(self, clock, workers, start_s=0.0, compile_s=COMPILE_S):
+        self.clock, self.done, self.compile_s = clock, {}, compile_s
+        self.free = [start_s] * workers
         self.waiting = {}  # binary: when it was submitted
 
     def submit(self, key, configs):
@@ -151,7 +156,7 @@ class Compiler:
         while self.waiting and self.free[0] <= self.clock.now:
             binary = next(iter(self.waiting))
             start = max(self.waiting.pop(binary), heapq.heappop(self.free))
-            took = COMPILE_S * (0.6 + 0.8 * uniform("compile", binary))
+            took = self.compile_s * (0.6 + 0.8 * uniform("compile", binary))
             self.done[binary] = start + took
             heapq.heappush(self.free, start + took)
 
@@ -166,21 +171,26 @@ class Confirmed:
 
 
 class Measurer:
-    def __init__(self, clock, catalog, trial_s=TRIAL_S, confirm_s=CONFIRM_S):
+    def __init__(self, clock, catalog, trial_s, confirm_s, start_s):
         self.clock, self.catalog = clock, catalog
-        self.trial_s, self.confirm_s = trial_s, confirm_s
+        self.trial_s, self.confirm_s, self.start_s = trial_s, confirm_s, start_s
         self.rng, self.key, self.ready_s = random.Random(0), None, 0.0
         self.truth = functools.cache(lambda key: Truth(key, catalog))
 
     def begin(self, key):
         """The host then takes a moment for its own part."""
         if key != self.key:
-            self.key, self.ready_s = key, self.clock.now + PREPARE_S
+            starts_s = 0.0 if self.key else self.start_s
+            self.key, self.ready_s = key, self.clock.now + starts_s + PREPARE_S
             self.clock.now += HOST_S
 
-    def measure(self, key, proposals, incumbent=None):
+    def roof_us(self, key):
+        """Unknown; to ask waits for the inputs."""
         self.begin(key)
         self.clock.now = max(self.clock.now, self.ready_s)
+
+    def measure(self, key, proposals, incumbent=None):
+        self.roof_us(key)
         for p in proposals:
             self.clock.now += self.trial_s
             time_us = self.truth(key).of(p.config) * math.exp(self.rng.gauss(0, NOISE))
@@ -212,18 +222,31 @@ def served_for(key, outcomes):
     return record.config if distance <= 2 else None
 
 
-def simulate(budget_s, options, *, workers=15, limit=None, **costs):
+def simulate(
+    budget_s,
+    options,
+    *,
+    workers=15,
+    limit=None,
+    trial_s=TRIAL_S,
+    confirm_s=CONFIRM_S,
+    start_s=START_S,
+    compile_s=COMPILE_S,
+):
     """What a run takes and gives.
 
     Args:
         budget_s, options: of the tuner.
         workers: that compile.
         limit: the first units alone.
-        costs: `trial_s` and `confirm_s`, where they are others.
+        trial_s, confirm_s: what these take.
+        start_s: until a process can compile or measure.
+        compile_s: what a config takes on average.
     """
     clock = Clock()
     catalog = SpaceCatalog(DEVICE)
-    measurer, compiler = Measurer(clock, catalog, **costs), Compiler(clock, workers)
+    measurer = Measurer(clock, catalog, trial_s, confirm_s, start_s)
+    compiler = Compiler(clock, workers, start_s, compile_s)
     digests = dict.fromkeys(("prefill", "decode", "rms_norm", "kv_cache"), "synthetic")
     tools = Tools(
         device=DEVICE,
@@ -243,18 +266,20 @@ def simulate(budget_s, options, *, workers=15, limit=None, **costs):
         started = time.monotonic()
         with tuner:
             outcomes = tune(tasks, tuner, budget_s=budget_s)
-    qualities, defaults, kept = defaultdict(list), [], []
-    for outcome in outcomes:
+    qualities, defaults, kept, weighted = defaultdict(list), [], [], 0.0
+    for task, outcome in zip(tasks, outcomes, strict=True):
         key = outcome.key
         truth = measurer.truth(key)
         default = catalog.default(key)
         config = served_for(key, outcomes) or default
         qualities[key.kernel].append(truth.best_us / truth.of(config))
+        weighted += task.weight * qualities[key.kernel][-1]
         defaults.append(truth.best_us / truth.of(default))
         prepared = prepare(key, tools, options)
         kept.append(truth.best_us / min(map(truth.of, prepared.space.configs)))
     every = list(itertools.chain(*qualities.values()))
     result = {"quality": geometric_mean(every), "worst": min(every)}
+    result |= {"weighted": weighted / sum(task.weight for task in tasks)}
     result |= {kernel: geometric_mean(found) for kernel, found in qualities.items()}
     result |= {"default": geometric_mean(defaults)}
     # What is left of a record's loss beside the best of what was searched.
@@ -264,6 +289,7 @@ def simulate(budget_s, options, *, workers=15, limit=None, **costs):
     states = [outcome.state for outcome in outcomes]
     result |= {"considered": counts.considered, "timed": counts.timed}
     result |= {"binaries": len(compiler.done), "unreached": states.count("unreached")}
+    result |= {"first": [outcome.counts.timed for outcome in outcomes[:6]]}
     return result | {"failed": states.count("failed"),
                      "host_s": time.monotonic() - started}  # fmt: skip
 
@@ -273,6 +299,8 @@ def main():
     parser.add_argument("--budget-s", type=float)
     parser.add_argument("--trial-s", type=float, default=TRIAL_S)
     parser.add_argument("--confirm-s", type=float, default=CONFIRM_S)
+    parser.add_argument("--start-s", type=float, default=START_S)
+    parser.add_argument("--compile-s", type=float, default=COMPILE_S)
     parser.add_argument("--workers", type=int, default=15)
     parser.add_argument("--units", type=int)
     for name in ("trials", "patience", "candidates", "batch", "finalists"):
@@ -286,7 +314,8 @@ def main():
     limit = args.pop("limit")
     warm_start.warm_ranking.__kwdefaults__["limit"] = limit
     budget_s, workers, units = (args.pop(n) for n in ("budget_s", "workers", "units"))
-    costs = {name: args.pop(name) for name in ("trial_s", "confirm_s")}
+    names = "trial_s", "confirm_s", "start_s", "compile_s"
+    costs = {name: args.pop(name) for name in names}
     given = {"patience": 48} | {n: v for n, v in args.items() if v is not None}
     options = TuneOptions(**given)
     result = simulate(budget_s, options, workers=workers, limit=units, **costs)

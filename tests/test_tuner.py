@@ -311,9 +311,9 @@ def test_the_next_units_first_configs_compile_while_a_winner_is_confirmed(tmp_pa
     compiler.wait = lambda key, configs: map(Compiled, configs)
     tuner = tuner_with(Measurer(), tmp_path, EVERYTHING, make_compiler=lambda: compiler)
     tune(tasks_of(1, 2), tuner)
-    first, early, late, *_ = (configs for key, configs in keys if key == key_of(2))
-    assert first == [DEFAULT]  # as of all units
-    assert early == [DEFAULT]  # as soon as this unit's first ones are on their way
+    *early, late = [configs for key, configs in keys if key == key_of(2)][:4]
+    # At once, as of all units, and as soon as this unit's first ones are on their way.
+    assert early == [[DEFAULT]] * 3
     assert late[:2] == [DEFAULT, BEST] and len(late) == 1 + EVERYTHING.batch
 
 
@@ -327,6 +327,71 @@ def test_the_defaults_of_all_units_compile_before_the_first_unit_is_searched(tmp
     first = [keys.index((key_of(n), [DEFAULT])) for n in (2, 3)]
     searched = next(i for i, (key, found) in enumerate(keys) if len(found) > 1)
     assert max(first) < searched
+
+
+def test_the_first_two_units_compile_ahead_of_the_defaults_of_later_ones(tmp_path):
+    """As many configs of each as a strategy asks for at first."""
+    compiler = Compiler(Measurer())
+    keys = []
+    compiler.submit = lambda key, configs: keys.append((key, list(configs)))
+    compiler.wait = lambda key, configs: map(Compiled, configs)
+    options = replace(EVERYTHING, warm_start=True)
+    tuner = tuner_with(
+        Measurer(), tmp_path, options, make_compiler=lambda: compiler, prune=prune
+    )
+    tune(tasks_of(1, 2, 3), tuner)
+    before = keys[: keys.index((key_of(3), [DEFAULT]))]
+    ours, theirs = ([c for k, found in before if k == key_of(n) for c in found]
+                    for n in (1, 2))  # fmt: skip
+    best = sorted((c for c in CONFIGS if c["num_warps"] != 8), key=time_of)
+    assert set(best[: 2 * options.batch]) <= set(ours)
+    assert list(dict.fromkeys(theirs)) == [DEFAULT, *best[: options.batch]]
+
+
+class SlowCompiler(Compiler):
+    """Its processes take `start_s` to start; configs after `late` take `each_s`."""
+
+    start_s, each_s, late = 0.0, 0.0, 5
+
+    def wait(self, key, configs):
+        measurer = self.measurer
+        for config in configs:
+            measurer.clock_s += self.start_s
+            self.start_s = 0.0
+            if len(measurer.measured) >= self.late:
+                measurer.clock_s += self.each_s
+            yield Compiled(config)
+
+
+def timed(tmp_path, weights, budget_s, **slowness):
+    """How many configs of each unit are timed, and in what time."""
+    measurer = Measurer(trial_s=0.25)
+    compiler = SlowCompiler(measurer)
+    vars(compiler).update(slowness)
+    options = replace(EVERYTHING, warm_start=True, finalists=1, batch=4)
+    tuner = tuner_with(
+        measurer, tmp_path, options, make_compiler=lambda: compiler, prune=prune
+    )
+    tasks = [Task(key_of(n), weight) for n, weight in enumerate(weights, 1)]
+    tune(tasks, tuner, budget_s=budget_s)
+    keys = [key for key, _ in measurer.measured]
+    return [keys.count(task.key) for task in tasks], measurer.clock_s
+
+
+def test_the_start_of_compilers_does_not_count_for_the_first_unit(tmp_path):
+    quick, _ = timed(tmp_path / "quick", (3.0, 1.0), 30)
+    slow, took_s = timed(tmp_path / "slow", (3.0, 1.0), 30, start_s=10)
+    assert slow[0] == quick[0] and slow[1] < quick[1]
+    assert took_s < 33
+
+
+def test_a_short_grant_is_time_in_which_a_unit_is_measured(tmp_path):
+    """And not one in which it waits for compilers."""
+    weights = (6.0, *[0.1] * 10)
+    quick, _ = timed(tmp_path / "quick", weights, 20)
+    slow, took_s = timed(tmp_path / "slow", weights, 20, each_s=0.07)
+    assert slow[0] > 0.9 * quick[0]
+    assert took_s < 22
 
 
 @pytest.mark.parametrize(("budget_s", "chosen"), [(None, 32), (1e3, 32), (3.4, 12)])

@@ -7,7 +7,7 @@ from typing import Any
 from portable_backend.kernels.config import KernelConfig
 from portable_backend.warmup.records import TuningKey
 from portable_backend.warmup.search import Proposal, Strategy, Trial
-from portable_backend.warmup.tools import Tools
+from portable_backend.warmup.tools import CompiledLike, Tools
 
 
 class Ahead:
@@ -61,11 +61,21 @@ class Pipeline:
         self.tools, self.key, self.default, self._note = tools, key, default, note
         self._readouts: dict[KernelConfig, Any] = {}
         self._compiler = tools.compiler
+        self.waited_s = 0.0  # for compilers, before configs could be measured
 
     def submit(self, configs: Iterable[KernelConfig]) -> None:
         if self._compiler is not None:
             try:
                 self._compiler.submit(self.key, list(configs))
+            except (OSError, EOFError, RuntimeError) as error:
+                self._give_up(error)
+
+    def wait(self, configs: Sequence[KernelConfig]) -> None:
+        """Until they are compiled, or cannot be."""
+        if self._compiler is not None:
+            try:
+                for _ in self._compiler.wait(self.key, configs):
+                    pass
             except (OSError, EOFError, RuntimeError) as error:
                 self._give_up(error)
 
@@ -91,7 +101,7 @@ class Pipeline:
             try:
                 self._compiler.submit(self.key, [p.config for p in proposals])
                 found = self._compiler.wait(self.key, [p.config for p in proposals])
-                for compiled in found:
+                for compiled in self._timed(found):
                     proposal = rest.pop(0)
                     if compiled.failure is not None:
                         yield proposal, "compile", compiled.failure
@@ -106,6 +116,16 @@ class Pipeline:
                 self._give_up(error)
         for proposal in rest:
             yield proposal, None, ""
+
+    def _timed(self, compiled: Iterable[CompiledLike]) -> Iterator[CompiledLike]:
+        rest, clock = iter(compiled), self.tools.clock
+        while True:
+            began = clock()
+            one = next(rest, None)
+            self.waited_s += clock() - began
+            if one is None:
+                return
+            yield one
 
     def _refusal(self, config: KernelConfig, readout: Any) -> str | None:
         """Why the compiled code cannot win, by the resource model."""

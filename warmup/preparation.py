@@ -109,6 +109,14 @@ class Preparer:
         self._ahead = key, tools, thread
         thread.start()
 
+    def look(self, key: TuningKey, *, wait: bool) -> Prepared | None:
+        """What was prepared ahead for `key`, if it was and once it is."""
+        if self._ahead is None or self._ahead[0] != key:
+            return None
+        if wait:
+            self._ahead[2].join()
+        return self._found
+
     def take(self, key: TuningKey, tools: Tools) -> Prepared:
         """What `prepare` returns, or raises."""
         ahead, found = self._ahead, self._end()

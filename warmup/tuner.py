@@ -29,7 +29,7 @@ from portable_backend.warmup.pipeline import Ahead, Pipeline
 from portable_backend.warmup.preparation import Prepared, Preparer
 from portable_backend.warmup.records import TuningKey, TuningRecord
 from portable_backend.warmup.search import Budget, SearchResult, Trial, search
-from portable_backend.warmup.shares import Shares
+from portable_backend.warmup.shares import NO_WAITS, Shares, Waits
 from portable_backend.warmup.store import RecordStore
 from portable_backend.warmup.strategies import make_strategy
 from portable_backend.warmup.tools import Confirmation, Recipe, Tools
@@ -85,9 +85,10 @@ class Tuner:
         self._confirm_s = 0.5  # what confirming one config takes
         self._preparer = Preparer(self.options)
         self._expected: list[TuningKey] = []
+        self._is_warm = False  # whether compilers and measurer have started
 
     def expect(self, keys: Iterable[TuningKey]) -> None:
-        """Have the defaults of units to come compile right after the next one's.
+        """Have defaults of units to come compile after the next two's first configs.
 
         They share a few binaries, for each of which a unit would wait otherwise.
         """
@@ -100,6 +101,7 @@ class Tuner:
         return self._tools
 
     def close(self) -> None:
+        self._is_warm = False
         if self._tools is not None:
             self._tools.close()
 
@@ -116,6 +118,7 @@ class Tuner:
         seconds: float | None = None,
         *,
         upcoming: TuningKey | None = None,
+        waits: Waits = NO_WAITS,
     ) -> Outcome:
         """Tune one unit and write its record.
 
@@ -123,18 +126,23 @@ class Tuner:
             task: the unit.
             seconds: for all of it; None: no limit.
             upcoming: the next unit, of which something may be compiled already.
+            waits: how much longer it may take, where it waits for others.
 
         Returns:
             What became of it. KeyboardInterrupt returns as well ("interrupted"), and
             so do tools that break ("failed").
         """
         self.on_event(Event("started", task.key))
-        outcome = self._try(task, seconds, upcoming)
+        outcome = self._try(task, seconds, upcoming, waits)
         self.on_event(Event("finished", task.key, outcome.counts, outcome=outcome))
         return outcome
 
     def _try(
-        self, task: Task, seconds: float | None, upcoming: TuningKey | None
+        self,
+        task: Task,
+        seconds: float | None,
+        upcoming: TuningKey | None,
+        waits: Waits,
     ) -> Outcome:
         spent, reason = 0.0, ""
         for attempt in range(self.options.attempts):
@@ -144,6 +152,7 @@ class Tuner:
                 started = tools.clock()
                 left = None if seconds is None else max(0.0, seconds - spent)
                 job = _Job(self, tools, task.key, left, upcoming, again=not attempt)
+                job.waits = waits
                 outcome = job.run()
                 return replace(outcome, seconds=spent + tools.clock() - started)
             except KeyboardInterrupt:
@@ -176,7 +185,9 @@ def tune(
             outcome = Outcome(task.key, "unreached", "no time was left")
         else:
             upcoming = following.key if following else None
-            outcome = tuner.tune_unit(task, seconds, upcoming=upcoming)
+            outcome = tuner.tune_unit(
+                task, seconds, upcoming=upcoming, waits=shares.waits(task)
+            )
             shares.settle(task, outcome.seconds)
         outcomes.append(outcome)
         if outcome.state == "interrupted":
@@ -200,7 +211,7 @@ class _Job:
     ) -> None:
         self.tuner, self.tools, self.key = tuner, tools, key
         self.options, self.seconds = tuner.options, seconds
-        self.upcoming = upcoming
+        self.upcoming, self.waits = upcoming, NO_WAITS
         self.again = again and tuner.options.again
         self.started = tools.clock()
         self.considered = self.pruned = 0
@@ -292,8 +303,14 @@ class _Job:
         def submit(configs: Iterable[KernelConfig]) -> None:
             pipeline.submit(config for config in configs if config not in done)
 
+        starts: list[KernelConfig] = []
         if options.warm_start:
-            submit(self._starts(space, estimated))  # while the cost model learns
+            starts = self._starts(space, estimated)
+            submit(starts)  # while the cost model learns
+        if not self.tuner._is_warm:
+            if options.warm_start:
+                submit(estimated[: 2 * self._batch()])  # as many as it will ask for
+            self._get_warm(pipeline, [c for c in starts if c not in done])
         self._compile_expected()
         strategy = make_strategy(
             options.chosen,
@@ -309,7 +326,7 @@ class _Job:
             best = strategy.best()
             incumbent = best.config if best else self.default
             if not self.trials:
-                self._compile_upcoming(())
+                self._compile_upcoming()
             for trial in pipeline.measure(proposals, incumbent):
                 self.trials.append(trial)
                 yield trial
@@ -328,8 +345,32 @@ class _Job:
             log,
             batch=self._batch(),
             stop=self._is_enough(),
-            clock=tools.clock,
+            clock=lambda: tools.clock() - min(pipeline.waited_s, self.waits.compile_s),
         )
+
+    def _get_warm(
+        self,
+        pipeline: Pipeline,
+        starts: Sequence[KernelConfig],
+    ) -> None:
+        """Wait for what any first unit would wait for: that time is not this one's.
+
+        Behind this unit's first configs the next one's compile, and only then the
+        defaults of those that come late.
+        """
+        began = self.tools.clock()
+        prepared = self._upcoming_prepared(wait=True)
+        self._compile_upcoming(prepared)
+        self._compile_expected()
+        pipeline.wait(starts)
+        self._roof_us()  # once the measurer has made the inputs
+        self.tuner._is_warm = True
+        self.started += min(self.waits.start_s, self.tools.clock() - began)
+
+    def _roof_us(self) -> float | None:
+        roof_us: Callable[[TuningKey], float | None] | None
+        roof_us = getattr(self.tools.measurer, "roof_us", None)
+        return None if roof_us is None else roof_us(self.key)
 
     def _batch(self) -> int:
         """Configs at a time: no more than compile in the time that there is."""
@@ -380,7 +421,7 @@ class _Job:
 
     def _is_enough(self) -> Callable[[Trial], bool]:
         """Ends a search that has reached the roof, or that goes on in vain."""
-        roof_us = getattr(self.tools.measurer, "roof_us", lambda key: None)(self.key)
+        roof_us = self._roof_us()
         full, patience = self.tools.rounds, self.options.patience_in_trials
         leader: KernelConfig | None = None
         since = 0
@@ -404,7 +445,8 @@ class _Job:
         confirmed = 0
         ranked = fastest(result.trials, self.tools.rounds)
         slower = self._clearly_slower(result.trials)
-        self._compile_upcoming(ranked[: self.options.batch])
+        prepared = self._upcoming_prepared(wait=False)
+        self._compile_upcoming(prepared, ranked[: self.options.batch])
         for config in ranked:
             if (
                 confirmed == self.options.finalists
@@ -453,17 +495,32 @@ class _Job:
             except BREAKDOWNS as error:  # which that unit meets itself
                 logger.debug("%s: not compiled ahead: %s", key, error)
 
-    def _compile_upcoming(self, ranked: Sequence[KernelConfig]) -> None:
-        """Have the next unit's default compile, and what it will probably try first."""
+    def _upcoming_prepared(self, *, wait: bool) -> Prepared | None:
+        if self.upcoming is None:
+            return None
+        return self.tuner._preparer.look(self.upcoming, wait=wait)
+
+    def _compile_upcoming(
+        self, prepared: Prepared | None = None, ranked: Sequence[KernelConfig] = ()
+    ) -> None:
+        """Have the next unit's default compile, and what it will probably try first.
+
+        Args:
+            prepared: what is known of it; None: its default and records alone count.
+            ranked: the best of this unit, which the next one tries if it can.
+        """
         key, compiler = self.upcoming, self.tools.compiler
         if key is None or compiler is None:
             return
         try:
-            members = frozenset(self.tools.catalog.configs(key))
+            catalog = self.tools.catalog
+            members = frozenset(catalog.configs(key))
             near = ranked if key.kernel == self.key.kernel else ()
+            if prepared is not None and self.options.warm_start:
+                near = near or prepared.estimated[: self._batch()]
             records = [record for _, record in self.tuner.store.records(key.kernel)]
             starts = sure_starts(key, members, self.tools.device, records=records)
-            chosen = [self.tools.catalog.default(key), *near, *starts]
+            chosen = [catalog.default(key), *near, *starts]
             compiler.submit(key, [config for config in chosen if config in members])
         except BREAKDOWNS as error:  # which the next unit meets itself
             logger.debug("%s: not compiled ahead: %s", key, error)
