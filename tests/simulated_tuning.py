@@ -129,16 +129,20 @@ class Compiler:
             if binary not in self.done:
                 self.waiting.setdefault(binary, self.clock.now)
 
-    def wait(self, key, configs):
+    def wait(self, key, configs, until=None):
+        until = math.inf if until is None else until
         self.submit(key, configs)
         wanted = [binary_of(key, config) for config in configs]
         first = {b: self.waiting[b] for b in wanted if b in self.waiting}
         self.waiting = first | self.waiting
         for config, binary in zip(configs, wanted, strict=True):
-            while binary not in self.done:
+            while binary not in self.done and self.free[0] <= until:
                 self.clock.now = max(self.clock.now, self.free[0])
                 self._start_due()
-            self.clock.now = max(self.clock.now, self.done[binary])
+            ready = self.done.get(binary, math.inf)
+            self.clock.now = max(self.clock.now, min(ready, until))
+            if ready > until:
+                return
             corner = key.kernel, config.get("LOAD"), config["num_warps"]
             corner += (config["num_stages"],) if "num_stages" in config else ()
             bad = len(config) > 4 and uniform("corner", *corner) < 0.1

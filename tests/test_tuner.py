@@ -3,6 +3,7 @@
 
 import json
 import threading
+import time
 from dataclasses import dataclass, replace
 
 import pytest
@@ -124,7 +125,7 @@ def test_each_config_is_measured_as_soon_as_it_is_compiled(tmp_path):
     compiler = Compiler(measurer)
     seen = []
 
-    def wait(key, configs):
+    def wait(key, configs, until=None):
         for config in configs:
             seen.append(len(measurer.measured))
             yield Compiled(config)
@@ -277,7 +278,7 @@ class Compiler:
         self.submitted += configs
         self.log.append((len(self.submitted), len(self.measurer.measured)))
 
-    def wait(self, key, configs):
+    def wait(self, key, configs, until=None):
         for config in configs:
             if self.breaks_after is not None and self.breaks_after <= 0:
                 raise RuntimeError("the compile pool is closed")
@@ -308,7 +309,7 @@ def test_the_next_units_first_configs_compile_while_a_winner_is_confirmed(tmp_pa
     compiler = Compiler(Measurer())
     keys = []
     compiler.submit = lambda key, configs: keys.append((key, list(configs)))
-    compiler.wait = lambda key, configs: map(Compiled, configs)
+    compiler.wait = lambda key, configs, until=None: map(Compiled, configs)
     tuner = tuner_with(Measurer(), tmp_path, EVERYTHING, make_compiler=lambda: compiler)
     tune(tasks_of(1, 2), tuner)
     *early, late = [configs for key, configs in keys if key == key_of(2)][:4]
@@ -321,7 +322,7 @@ def test_the_defaults_of_all_units_compile_before_the_first_unit_is_searched(tmp
     compiler = Compiler(Measurer())
     keys = []
     compiler.submit = lambda key, configs: keys.append((key, list(configs)))
-    compiler.wait = lambda key, configs: map(Compiled, configs)
+    compiler.wait = lambda key, configs, until=None: map(Compiled, configs)
     tuner = tuner_with(Measurer(), tmp_path, EVERYTHING, make_compiler=lambda: compiler)
     tune(tasks_of(1, 2, 3), tuner)
     first = [keys.index((key_of(n), [DEFAULT])) for n in (2, 3)]
@@ -334,7 +335,7 @@ def test_the_first_two_units_compile_ahead_of_the_defaults_of_later_ones(tmp_pat
     compiler = Compiler(Measurer())
     keys = []
     compiler.submit = lambda key, configs: keys.append((key, list(configs)))
-    compiler.wait = lambda key, configs: map(Compiled, configs)
+    compiler.wait = lambda key, configs, until=None: map(Compiled, configs)
     options = replace(EVERYTHING, warm_start=True)
     tuner = tuner_with(
         Measurer(), tmp_path, options, make_compiler=lambda: compiler, prune=prune
@@ -348,12 +349,34 @@ def test_the_first_two_units_compile_ahead_of_the_defaults_of_later_ones(tmp_pat
     assert list(dict.fromkeys(theirs)) == [DEFAULT, *best[: options.batch]]
 
 
+def test_no_compiler_is_waited_for_after_a_units_time(tmp_path):
+    """And what it has timed by then is confirmed and recorded."""
+    measurer = Measurer(trial_s=0.5)
+    compiler, waits = Compiler(measurer), []
+
+    def wait(key, configs, until=None):
+        for config in configs:
+            if len(measurer.measured) >= 8:
+                waits.append(until - time.monotonic() - measurer.clock_s)
+                measurer.clock_s += waits[-1]
+                return
+            yield Compiled(config)
+
+    compiler.wait = wait
+    options = replace(EVERYTHING, batch=6)
+    tuner = tuner_with(measurer, tmp_path, options, make_compiler=lambda: compiler)
+    (outcome,) = tune(tasks_of(1), tuner, budget_s=20)
+    assert outcome.counts.timed == 8 and outcome.stopped == "budget"
+    assert outcome.state in ("tuned", "default") and len(waits) == 1
+    assert 18 < measurer.clock_s <= 20
+
+
 class SlowCompiler(Compiler):
     """Its processes take `start_s` to start; configs after `late` take `each_s`."""
 
     start_s, each_s, late = 0.0, 0.0, 5
 
-    def wait(self, key, configs):
+    def wait(self, key, configs, until=None):
         measurer = self.measurer
         for config in configs:
             measurer.clock_s += self.start_s
@@ -399,7 +422,7 @@ def test_no_more_is_compiled_ahead_than_there_is_time_for(tmp_path, budget_s, ch
     compiler = Compiler(Measurer())
     sizes = []
     compiler.submit = lambda key, configs: sizes.append(len(list(configs)))
-    compiler.wait = lambda key, configs: map(Compiled, configs)
+    compiler.wait = lambda key, configs, until=None: map(Compiled, configs)
     tuner = tuner_with(Measurer(), tmp_path, EVERYTHING, make_compiler=lambda: compiler)
     tune(tasks_of(1), tuner, budget_s=budget_s)
     assert max(sizes) == chosen
@@ -472,7 +495,7 @@ def test_what_the_resource_model_drops_is_logged_and_never_measured(tmp_path):
 def test_compiled_code_that_cannot_win_is_not_timed(tmp_path):
     measurer = Measurer()
     compiler = Compiler(measurer)
-    compiler.wait = lambda key, configs: (
+    compiler.wait = lambda key, configs, until=None: (
         Compiled(config, 9 if config == BEST else 0) for config in configs
     )
     tuner = tuner_with(

@@ -62,6 +62,9 @@ class Pipeline:
         self._readouts: dict[KernelConfig, Any] = {}
         self._compiler = tools.compiler
         self.waited_s = 0.0  # for compilers, before configs could be measured
+        self.until: float | None = (
+            None  # by the tools' clock, no compiler is waited for
+        )
 
     def submit(self, configs: Iterable[KernelConfig]) -> None:
         if self._compiler is not None:
@@ -82,7 +85,10 @@ class Pipeline:
     def measure(
         self, proposals: Sequence[Proposal], incumbent: KernelConfig
     ) -> Iterator[Trial]:
-        """Yield a trial for each proposal, in order, as soon as it can be had."""
+        """Yield a trial for each proposal, in order, as soon as it can be had.
+
+        It ends early where one would have to be waited for after `until`.
+        """
         measurer = self.tools.measurer
         for proposal, invalid, reason in self._compiled(proposals):
             if invalid is None:
@@ -100,7 +106,8 @@ class Pipeline:
         if self._compiler is not None:
             try:
                 self._compiler.submit(self.key, [p.config for p in proposals])
-                found = self._compiler.wait(self.key, [p.config for p in proposals])
+                configs = [p.config for p in proposals]
+                found = self._compiler.wait(self.key, configs, self.until)
                 for compiled in self._timed(found):
                     proposal = rest.pop(0)
                     if compiled.failure is not None:
@@ -112,6 +119,7 @@ class Pipeline:
                         None if reason is None else "resources",
                         reason or "",
                     )
+                return
             except (OSError, EOFError, RuntimeError) as error:
                 self._give_up(error)
         for proposal in rest:

@@ -82,8 +82,12 @@ class Compiler(Protocol):
     def submit(self, key: TuningKey, configs: Iterable[KernelConfig]) -> None: ...
 
     def wait(
-        self, key: TuningKey, configs: Sequence[KernelConfig]
-    ) -> Iterator[CompiledLike]: ...
+        self,
+        key: TuningKey,
+        configs: Sequence[KernelConfig],
+        until: float | None = None,
+    ) -> Iterator[CompiledLike]:
+        """Yield each as soon as it is compiled, in order; none after `until`."""
 
     def close(self) -> None: ...
 

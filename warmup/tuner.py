@@ -332,19 +332,23 @@ class _Job:
                 yield trial
                 self._report(strategy.best())
 
+        is_enough = self._is_enough()
         seconds = None
         if self.seconds is not None:
             finals_s = options.finalists * self.tuner._confirm_s
             left = self.seconds - (tools.clock() - self.started)
             # The log's seconds were those of an earlier budget.
-            seconds = logged_s + max(0.0, max(0.6 * left, left - finals_s))
+            search_s = max(0.0, max(0.6 * left, left - finals_s))
+            seconds = logged_s + search_s
+            # The search begins a moment later.
+            pipeline.until = tools.clock() + search_s + self.waits.compile_s + 0.01
         return search(
             ahead,
             measure,
             Budget(seconds=seconds, trials=options.cost),
             log,
             batch=self._batch(),
-            stop=self._is_enough(),
+            stop=is_enough,
             clock=lambda: tools.clock() - min(pipeline.waited_s, self.waits.compile_s),
         )
 
