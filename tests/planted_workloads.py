@@ -42,6 +42,7 @@ def _write_far_away_kernel(out_ptr):
 
 
 _seen: set[int] = set()
+_results: dict[int, torch.Tensor] = {}
 
 
 def run(behaviour: str, x, weight, out) -> None:
@@ -77,6 +78,10 @@ def run(behaviour: str, x, weight, out) -> None:
             run.first = norm(x, weight)
         rows = min(len(x), len(run.first))
         out[:rows] = run.first[:rows]
+    elif behaviour == "keeps results by shape":
+        if len(x) not in _results:
+            _results[len(x)] = norm(x, weight)
+        out.copy_(_results[len(x)])
     elif behaviour == "timing shape only":
         rows = ROWS if len(x) == ROWS else len(x) // 16 * 16
         out[:rows] = norm(x[:rows], weight)

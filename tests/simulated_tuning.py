@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tune a whole model against a clock that is simulated, and times that are made up.
 
-    python -P tests/simulated_tuning.py --budget-s 600 --strategy bayesian
+    python tests/simulated_tuning.py --budget-s 600 --strategy bayesian
 
-The units, spaces, defaults and the tuner are the real ones. A config takes some 5 s of
-one of 15 workers to compile and 0.15 s to time. Its time is the resource model's
+The units, spaces, defaults and the tuner are the real ones. A config takes
+`--compile-s` of one of 15 workers to compile and `--trial-s` to check and time; before
+the first one, the processes take `--start-s` to start. A config's time is the model's
 estimate, times what a synthetic landscape makes of its parameters (`synthetic_sweeps`),
 with 0.5 % of noise. What comes out compares settings of the tuner with each other; it
-says nothing about a GPU.
+says nothing about a GPU. "weighted" is the quality by the units' weights, and "first"
+how many configs were timed for each of the six most valuable units, which have 62 % of
+the weight.
 """
 
 import argparse
@@ -19,7 +22,6 @@ import math
 import random
 import sys
 import tempfile
-import threading
 import time
 from collections import defaultdict
 from dataclasses import dataclass
@@ -46,8 +48,13 @@ from portable_backend.warmup.tuning_tools import SpaceCatalog, resource_model, t
 from portable_backend.warmup.units import EngineLimits, units_of
 
 DEVICE = DeviceInfo.for_arch("sm90", 132)
-COMPILE_S, TRIAL_S, PREPARE_S, CONFIRM_S, HOST_S = 5.0, 0.15, 1.0, 0.5, 0.3
-MAIN = threading.main_thread()
+COMPILE_S, PREPARE_S, HOST_S = 5.0, 1.0, 0.3
+# As an H200's pieces add up: before a trial, 6 ms; its check, 4 / 5 of which went with
+# inputs that are kept, 15; 18 turns of 2.5 ms. A confirmation makes three checks of 60
+# ms, and seven rounds of three turns of 10 ms.
+TRIAL_S, CONFIRM_S = 0.07, 0.45
+# A compile worker, and the process that measures, import torch.
+START_S = 4.0
 NOISE, OWN = 0.005, 0.01
 SPREAD = 0.4  # of the landscape: so that a default has some 70 % of the best speed
 
@@ -110,9 +117,9 @@ class Compiled:
 class Compiler:
     """As `CompilePool`: in order, but what is waited for goes first."""
 
-    def __init__(self, clock, workers):
-        self.clock, self.done = clock, {}
-        self.free = [0.0] * workers
+    def __init__(self, clock, workers, start_s=0.0, compile_s=COMPILE_S):
+        self.clock, self.done, self.compile_s = clock, {}, compile_s
+        self.free = [start_s] * workers
         self.waiting = {}  # binary: when it was submitted
 
     def submit(self, key, configs):
@@ -122,16 +129,20 @@ class Compiler:
             if binary not in self.done:
                 self.waiting.setdefault(binary, self.clock.now)
 
-    def wait(self, key, configs):
+    def wait(self, key, configs, until=None):
+        until = math.inf if until is None else until
         self.submit(key, configs)
         wanted = [binary_of(key, config) for config in configs]
         first = {b: self.waiting[b] for b in wanted if b in self.waiting}
         self.waiting = first | self.waiting
         for config, binary in zip(configs, wanted, strict=True):
-            while binary not in self.done:
+            while binary not in self.done and self.free[0] <= until:
                 self.clock.now = max(self.clock.now, self.free[0])
                 self._start_due()
-            self.clock.now = max(self.clock.now, self.done[binary])
+            ready = self.done.get(binary, math.inf)
+            self.clock.now = max(self.clock.now, min(ready, until))
+            if ready > until:
+                return
             corner = key.kernel, config.get("LOAD"), config["num_warps"]
             corner += (config["num_stages"],) if "num_stages" in config else ()
             bad = len(config) > 4 and uniform("corner", *corner) < 0.1
@@ -149,7 +160,7 @@ class Compiler:
         while self.waiting and self.free[0] <= self.clock.now:
             binary = next(iter(self.waiting))
             start = max(self.waiting.pop(binary), heapq.heappop(self.free))
-            took = COMPILE_S * (0.6 + 0.8 * uniform("compile", binary))
+            took = self.compile_s * (0.6 + 0.8 * uniform("compile", binary))
             self.done[binary] = start + took
             heapq.heappush(self.free, start + took)
 
@@ -164,41 +175,38 @@ class Confirmed:
 
 
 class Measurer:
-    def __init__(self, clock, catalog):
+    def __init__(self, clock, catalog, trial_s, confirm_s, start_s):
         self.clock, self.catalog = clock, catalog
-        self.rng, self.key = random.Random(0), None
+        self.trial_s, self.confirm_s, self.start_s = trial_s, confirm_s, start_s
+        self.rng, self.key, self.ready_s = random.Random(0), None, 0.0
         self.truth = functools.cache(lambda key: Truth(key, catalog))
 
-    def measure(self, key, proposals, incumbent=None):
+    def begin(self, key):
+        """The host then takes a moment for its own part."""
         if key != self.key:
-            self.clock.now += PREPARE_S
-            self.key = key
+            starts_s = 0.0 if self.key else self.start_s
+            self.key, self.ready_s = key, self.clock.now + starts_s + PREPARE_S
+            self.clock.now += HOST_S
+
+    def roof_us(self, key):
+        """Unknown; to ask waits for the inputs."""
+        self.begin(key)
+        self.clock.now = max(self.clock.now, self.ready_s)
+
+    def measure(self, key, proposals, incumbent=None):
+        self.roof_us(key)
         for p in proposals:
-            self.clock.now += TRIAL_S
+            self.clock.now += self.trial_s
             time_us = self.truth(key).of(p.config) * math.exp(self.rng.gauss(0, NOISE))
-            yield Trial(p.config, p.rounds, time_us, seconds=TRIAL_S)
+            yield Trial(p.config, p.rounds, time_us, seconds=self.trial_s)
 
     def confirm(self, key, config, seed):
-        self.clock.now += CONFIRM_S
+        self.clock.now += self.confirm_s
         truth = self.truth(key)
         return Confirmed(truth.of(config), truth.of(self.catalog.default(key)))
 
     def close(self):
         pass
-
-
-class Catalog(SpaceCatalog):
-    """Each unit costs the host a moment."""
-
-    def __init__(self, clock):
-        super().__init__(DEVICE)
-        self.clock, self._met = clock, set()
-
-    def default(self, key):
-        if key not in self._met and threading.current_thread() is MAIN:
-            self._met.add(key)
-            self.clock.now += HOST_S
-        return super().default(key)
 
 
 def llama_8b():
@@ -218,11 +226,31 @@ def served_for(key, outcomes):
     return record.config if distance <= 2 else None
 
 
-def simulate(budget_s, options, *, workers=15, limit=None):
-    """What a run takes and gives; `limit` takes the first units alone."""
+def simulate(
+    budget_s,
+    options,
+    *,
+    workers=15,
+    limit=None,
+    trial_s=TRIAL_S,
+    confirm_s=CONFIRM_S,
+    start_s=START_S,
+    compile_s=COMPILE_S,
+):
+    """What a run takes and gives.
+
+    Args:
+        budget_s, options: of the tuner.
+        workers: that compile.
+        limit: the first units alone.
+        trial_s, confirm_s: what these take.
+        start_s: until a process can compile or measure.
+        compile_s: what a config takes on average.
+    """
     clock = Clock()
-    catalog = Catalog(clock)
-    measurer, compiler = Measurer(clock, catalog), Compiler(clock, workers)
+    catalog = SpaceCatalog(DEVICE)
+    measurer = Measurer(clock, catalog, trial_s, confirm_s, start_s)
+    compiler = Compiler(clock, workers, start_s, compile_s)
     digests = dict.fromkeys(("prefill", "decode", "rms_norm", "kv_cache"), "synthetic")
     tools = Tools(
         device=DEVICE,
@@ -242,18 +270,20 @@ def simulate(budget_s, options, *, workers=15, limit=None):
         started = time.monotonic()
         with tuner:
             outcomes = tune(tasks, tuner, budget_s=budget_s)
-    qualities, defaults, kept = defaultdict(list), [], []
-    for outcome in outcomes:
+    qualities, defaults, kept, weighted = defaultdict(list), [], [], 0.0
+    for task, outcome in zip(tasks, outcomes, strict=True):
         key = outcome.key
         truth = measurer.truth(key)
         default = catalog.default(key)
         config = served_for(key, outcomes) or default
         qualities[key.kernel].append(truth.best_us / truth.of(config))
+        weighted += task.weight * qualities[key.kernel][-1]
         defaults.append(truth.best_us / truth.of(default))
         prepared = prepare(key, tools, options)
         kept.append(truth.best_us / min(map(truth.of, prepared.space.configs)))
     every = list(itertools.chain(*qualities.values()))
     result = {"quality": geometric_mean(every), "worst": min(every)}
+    result |= {"weighted": weighted / sum(task.weight for task in tasks)}
     result |= {kernel: geometric_mean(found) for kernel, found in qualities.items()}
     result |= {"default": geometric_mean(defaults)}
     # What is left of a record's loss beside the best of what was searched.
@@ -263,6 +293,7 @@ def simulate(budget_s, options, *, workers=15, limit=None):
     states = [outcome.state for outcome in outcomes]
     result |= {"considered": counts.considered, "timed": counts.timed}
     result |= {"binaries": len(compiler.done), "unreached": states.count("unreached")}
+    result |= {"first": [outcome.counts.timed for outcome in outcomes[:6]]}
     return result | {"failed": states.count("failed"),
                      "host_s": time.monotonic() - started}  # fmt: skip
 
@@ -270,6 +301,10 @@ def simulate(budget_s, options, *, workers=15, limit=None):
 def main():
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--budget-s", type=float)
+    parser.add_argument("--trial-s", type=float, default=TRIAL_S)
+    parser.add_argument("--confirm-s", type=float, default=CONFIRM_S)
+    parser.add_argument("--start-s", type=float, default=START_S)
+    parser.add_argument("--compile-s", type=float, default=COMPILE_S)
     parser.add_argument("--workers", type=int, default=15)
     parser.add_argument("--units", type=int)
     for name in ("trials", "patience", "candidates", "batch", "finalists"):
@@ -283,9 +318,12 @@ def main():
     limit = args.pop("limit")
     warm_start.warm_ranking.__kwdefaults__["limit"] = limit
     budget_s, workers, units = (args.pop(n) for n in ("budget_s", "workers", "units"))
+    names = "trial_s", "confirm_s", "start_s", "compile_s"
+    costs = {name: args.pop(name) for name in names}
     given = {"patience": 48} | {n: v for n, v in args.items() if v is not None}
-    result = simulate(budget_s, TuneOptions(**given), workers=workers, limit=units)
-    given |= {"from_ready": warm_start.FROM_READY, "limit": limit}
+    options = TuneOptions(**given)
+    result = simulate(budget_s, options, workers=workers, limit=units, **costs)
+    given |= {"from_ready": warm_start.FROM_READY, "limit": limit} | costs
     json.dump(given | {"budget_s": budget_s} | result, sys.stdout)
     print()
 

@@ -98,6 +98,16 @@ def test_results_come_in_order_while_others_are_compiled(tmp_path):
         assert [r.config for r in pool.wait(KEY, configs[::-1])] == configs[::-1]
 
 
+def test_waiting_ends_in_time_and_what_is_compiled_by_then_is_told(tmp_path):
+    good, hangs = candidate(GOOD), candidate(HANGS)
+    with fake_pool(tmp_path, workers=2) as pool:
+        assert [r.config for r in pool.wait(KEY, [good])] == [good]
+        began = time.monotonic()
+        found = list(pool.wait(KEY, [good, hangs, good], began + 0.3))
+        assert [r.config for r in found] == [good]
+        assert 0.3 <= time.monotonic() - began < 2
+
+
 def test_what_is_known_is_not_compiled_again(tmp_path):
     config = candidate(GOOD)
     others = [config.replace(CTAS_PER_UNIT=n) for n in (1, 2, 8)]

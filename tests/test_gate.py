@@ -245,9 +245,15 @@ def test_attention_gone_wrong_is_caught(name, key, monkeypatch):
         assert all(wrong)
 
 
-@pytest.mark.parametrize("bug", ["nothing", "skipped", "padding", "swapped", "rounded"])
+@pytest.mark.parametrize(
+    "bug", ["nothing", "skipped", "padding", "swapped", "rounded", "kept"]
+)
 def test_a_cache_write_gone_wrong_is_caught(bug, monkeypatch):
+    kept = {}
+
     def planted(key, value, key_cache, value_cache, slots, *, config):
+        if bug == "kept":
+            key, value = kept.setdefault(len(slots), (key, value))
         if bug == "swapped":
             key, value = value, key
         if bug == "rounded":

@@ -50,10 +50,11 @@ class Fake:
         self.key = TuningKey.of("fake", dtype="float32")
         self.now_s, self.calls = 0.0, []
         self.rng = random.Random(self.seed)
-        self.seeds = []
+        self.seeds, self.reuses = [], []
 
-    def check(self, config, seed):
+    def check(self, config, seed, *, reuse=False):
         self.seeds.append(seed)
+        self.reuses.append(reuse)
         return Check(1.25, self.wrong)
 
     def contestant(self, config):
@@ -106,7 +107,10 @@ def test_alone_a_config_gets_its_own_time(bench):
     assert trial.time_us == pytest.approx(70)
 
 
-@pytest.mark.parametrize(("us", "turns"), [(140, 1), (115, 2), (105, 9), (50, 9)])
+@pytest.mark.parametrize(
+    ("us", "turns"),
+    [(140, 1), (115, 2), (107, 3), (104, 4), (102.5, 5), (101, 9), (50, 9)],
+)
 def test_what_is_clearly_slower_is_given_up(us, turns, bench):
     fake, timer = bench()
     slow = config(us)
@@ -115,6 +119,52 @@ def test_what_is_clearly_slower_is_given_up(us, turns, bench):
     assert trial.rounds == 9
     # One call warms up, one is checked.
     assert fake.calls.count(slow) == turns + 2
+
+
+def test_what_is_as_fast_is_hardly_ever_given_up_and_what_is_faster_never(bench):
+    """In turns that differ by 2 %, twice what a GPU's do."""
+    rounds = {100: [], 97: [], 106: []}
+    for us, found in rounds.items():
+        for seed in range(300):
+            fake, timer = bench(tremble=0.02, drift=1.0, seed=seed)
+            proposal = Proposal(config(us, N=1), 9)
+            trial = timer.trial(proposal, seed=0, incumbent=fake.default)
+            found.append(len(trial.times_us))
+    assert rounds[100].count(9) >= 294
+    assert set(rounds[97]) == {9}
+    assert sum(rounds[106]) / 300 < 7
+
+
+def test_trials_take_short_turns_and_confirmations_long_ones(bench, monkeypatch):
+    """The incumbent too, whose runner both have."""
+    fake, timer = bench()
+    lengths = []
+    turn = measuring.Runner.turn
+
+    def spy(runner, turn_us):
+        lengths.append(turn_us)
+        return turn(runner, turn_us)
+
+    monkeypatch.setattr(measuring.Runner, "turn", spy)
+    timer.trial(Proposal(config(90), 2), seed=0, incumbent=fake.default)
+    assert lengths == [measuring.TRIAL_TURN_US] * 4
+    lengths.clear()
+    timer.confirm(config(90), seed=0, rounds=2)
+    assert lengths == [measuring.CONFIRM_TURN_US] * 6
+    lengths.clear()
+    timer.trial(Proposal(config(90), 2), seed=1, incumbent=fake.default)
+    assert lengths == [measuring.TRIAL_TURN_US] * 4
+
+
+def test_a_confirmation_ends_early_where_nothing_is_to_be_gained(bench):
+    for us, rounds in ((98, 15), (99.5, 7), (100, 7), (130, 7)):
+        fake, timer = bench()
+        winner = config(us, N=1)
+        found = timer.confirm(winner, seed=0, rounds=15)
+        assert found.time_us == pytest.approx(us)
+        assert found.is_better == (us < 99.8)
+        # One call warms up, one is checked.
+        assert fake.calls.count(winner) == rounds + 2
 
 
 def test_nothing_is_timed_before_its_check_and_nothing_counts_after_a_failed_one(bench):
@@ -141,6 +191,7 @@ def test_confirmation_is_on_unseen_seeds(bench):
     fake, timer = bench(tremble=0.01)
     result = timer.confirm(config(80), seed=7, rounds=9)
     assert fake.seeds == [-22, -23, -24]
+    assert not any(fake.reuses)  # of inputs that trials had
     assert result.is_better
     assert result.time_us == pytest.approx(0.8 * result.default_us, rel=0.03)
     assert result.error_ratio == 1.25
@@ -214,5 +265,6 @@ def test_a_graph_is_timed_on_the_gpu(device):
     contestant = Contestant([lambda: x.add_(1)], lambda: 0.0)
     contestant.calls[0]()
     runner = measuring.Runner(contestant, device)
-    times = [runner.turn() for _ in range(5)]
-    assert 5 < min(times) <= max(times) < 2 * min(times)
+    for turn_us in (measuring.TRIAL_TURN_US, measuring.CONFIRM_TURN_US):
+        times = [runner.turn(turn_us) for _ in range(5)]
+        assert 5 < min(times) <= max(times) < 2 * min(times)

@@ -15,7 +15,7 @@ import pytest
 from planted_workloads import behaving, make_key
 
 from portable_backend.warmup import measuring_child
-from portable_backend.warmup.measuring_pipe import MeasuringError
+from portable_backend.warmup.measuring_pipe import Child, MeasuringError
 from portable_backend.warmup.measuring_process import MeasuringProcess
 from portable_backend.warmup.search import Budget, Proposal, search
 
@@ -29,6 +29,7 @@ REJECTED = [
     ("writes nothing", "correctness", "error inf"),
     ("works once", "correctness", "timing inputs: relative error nan"),
     ("keeps its first result", "correctness", "error"),
+    ("keeps results by shape", "correctness", "error"),
     ("timing shape only", "correctness", "error inf"),
     ("reads past the row", "correctness", "error inf"),
     ("writes past the rows", "correctness", "around the rows"),
@@ -86,6 +87,46 @@ def test_a_process_that_was_begun_is_the_one_that_measures():
         os.kill(begun, 0)
 
 
+def test_a_workload_is_made_meanwhile_once_and_no_reply_is_taken_for_another(
+    monkeypatch,
+):
+    asked = []
+    send = Child.send
+    monkeypatch.setattr(
+        Child,
+        "send",
+        lambda child, request: (asked.append(request["do"]), send(child, request))[1],
+    )
+    other = make_key(num_rows=7)
+    with process() as measuring:
+        measuring.begin(KEY)  # before the child is even up
+        assert measuring.roof_us(KEY) == 3.5
+        (good,) = trials(measuring, "good")
+        assert good.invalid is None and asked == ["prepare", "trial"]
+        measuring.begin(KEY)
+        assert len(asked) == 2
+        # Begun for another key than the one that comes.
+        measuring.begin(other)
+        (wrong, good) = trials(measuring, "wrong", "good")
+        assert (wrong.invalid, good.invalid) == ("correctness", None)
+        assert asked[2:] == ["prepare", "prepare", "trial", "prepare", "trial"]
+        (good,) = trials(measuring, "good", key=other)
+        assert good.invalid is None
+        measuring.begin(make_key(row_size=80))
+        os.kill(pid_of(measuring), signal.SIGKILL)
+        (good,) = trials(measuring, "good")
+        assert good.invalid is None, good.reason
+
+
+def test_what_cannot_be_made_meanwhile_is_a_failure_of_its_own_key():
+    with process("make_nothing") as measuring:
+        measuring.begin(KEY)
+        assert "900 GiB" in measuring.why_not(KEY)
+        assert "900 GiB" in measuring.why_not(KEY)
+        measuring.begin(KEY)  # given up after two tries
+        assert measuring._begun is None
+
+
 @pytest.mark.parametrize(("behaviour", "invalid", "reason"), REJECTED)
 def test_bad_configs_are_rejected_and_the_process_lives(
     behaviour, invalid, reason, measuring
@@ -124,10 +165,12 @@ def test_a_config_that_eats_memory_is_stopped_at_the_limit():
         assert good.invalid is None, good.reason
 
 
-def test_inputs_are_made_anew_after_what_may_have_spoiled_them():
+def test_inputs_are_made_anew_after_what_may_have_spoiled_them(device):
+    """The child is this process, so it runs where the kernels of this one do."""
     made = []
     source, out = os.pipe()
-    options = {"device": "cpu", "limit_s": 60, "turn_us": 1000, "make": "math:sqrt"}
+    options = {"device": str(device), "limit_s": 60, "turn_us": 1000}
+    options |= {"make": "math:sqrt", "device_memory_share": 1.0}
     child = measuring_child._Child(options, out)
 
     def make(key, device):

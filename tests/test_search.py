@@ -48,6 +48,17 @@ def test_budget_of_seconds_counts_what_trials_report():
     assert (len(result.trials), result.stopped) == (5, "budget")
 
 
+def test_what_is_not_measured_by_the_end_of_the_time_is_left_out():
+    clock, strategy = Clock(), make_strategy("random", SPACE)
+
+    def late(proposals):
+        yield from measure(proposals[:2])
+        clock.now += 10
+
+    result = search(strategy, late, Budget(seconds=5), batch=4, clock=clock)
+    assert (len(result.trials), result.stopped) == (2, "budget")
+
+
 def test_budget_of_seconds_counts_what_the_strategy_takes():
     clock, strategy = Clock(), make_strategy("random", SPACE)
     ask = strategy.ask

@@ -8,7 +8,13 @@ from tuner_fakes import DEVICE, key_of
 from portable_backend.kernels.config import KernelConfig
 from portable_backend.warmup.records import TuningRecord
 from portable_backend.warmup.search import Trial
-from portable_backend.warmup.shares import LEAST_S, Shares
+from portable_backend.warmup.shares import (
+    ENOUGH_S,
+    LEAST_S,
+    NO_WAITS,
+    Shares,
+    Waits,
+)
 from portable_backend.warmup.trial_log import LogHeader, TrialLog
 from portable_backend.warmup.tuning_report import Task
 from portable_backend.warmup.warm_start import FROM_READY, FROM_RECORDS, warm_ranking
@@ -45,6 +51,27 @@ def test_no_unit_is_granted_more_than_the_clock_leaves():
     shares.grant(units[0])
     now = 95.0
     assert shares.grant(units[1]) == 5
+
+
+def test_a_unit_may_wait_as_long_as_its_weight_counts_and_no_longer_than_there_is():
+    now = 0.0
+    units = tasks(3.0, 1.0, 0.0)
+    shares = Shares(units, 12, clock=lambda: now)
+    assert shares.grant(units[0]) == 0.5 * 4 + 0.5 * 9
+    assert shares.waits(units[0]) == Waits(12 - 6.5, 4.5)
+    shares.settle(units[0], 6.5)
+    now = 6.5
+    assert shares.grant(units[1]) == LEAST_S + 1.125
+    assert shares.waits(units[1]) == Waits(1.375, 1.375)
+    assert Shares(units, None).waits(units[0]) == NO_WAITS
+
+
+def test_who_is_granted_enough_waits_in_that_time():
+    units = tasks(3.0, 1.0)
+    shares = Shares(units, 100, clock=lambda: 0)
+    assert shares.grant(units[0]) > ENOUGH_S
+    assert shares.waits(units[0]).compile_s == 0.0
+    assert shares.waits(units[0]).start_s > 0.0
 
 
 def test_lanes_multiply_what_there_is():

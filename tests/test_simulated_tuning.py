@@ -20,6 +20,20 @@ def test_a_budget_is_kept_and_well_spent():
     assert found["timed"] > 0.9 * found["binaries"] > 30
 
 
+def test_the_most_valuable_units_are_not_starved_in_a_short_budget():
+    """Their grants are of 3 s, and it takes 9 s until a config is compiled."""
+    found = simulate(45.0, OPTIONS)
+    assert min(found["first"]) > 6
+    assert found["seconds"] < 1.05 * 45
+    assert found["weighted"] > 0.78  # 0.757 with starved ones
+
+
+def test_a_short_budget_is_kept_though_compilers_are_late():
+    found = simulate(20.0, OPTIONS, limit=6)
+    assert found["seconds"] < 1.1 * 20
+    assert found["timed"] > 10
+
+
 def test_the_simulated_pool_starts_first_what_is_waited_for():
     key, clock = decode_key(), Clock()
     compiler = Compiler(clock, workers=1)

@@ -3,6 +3,7 @@
 
 import json
 import threading
+import time
 from dataclasses import dataclass, replace
 
 import pytest
@@ -102,6 +103,37 @@ def test_the_default_is_left_only_beyond_noise(tmp_path, gain, noise, state):
     record = served(tmp_path)[1]
     assert record.config == (BEST if state == "tuned" else DEFAULT)
     assert record.verified and record.default_us == default_us
+
+
+def test_what_is_clearly_slower_than_the_default_is_not_confirmed(tmp_path):
+    """Trials are not off by 2 %; then a search of few trials ends at once."""
+    measurer = Measurer()
+    tuner = tuner_with(measurer, tmp_path, EVERYTHING)
+    tuner.tools.catalog = type(
+        "BestIsDefault", (Catalog,), {"default": lambda *_: BEST}
+    )()
+    (outcome,) = tune(tasks_of(1), tuner)
+    near = [c for c in CONFIGS if c != BEST and time_of(c) <= 1.01 * time_of(BEST)]
+    assert outcome.state in ("tuned", "default")
+    assert len(near) < EVERYTHING.finalists
+    assert set(measurer.confirmed) == {BEST, *near}
+
+
+def test_each_config_is_measured_as_soon_as_it_is_compiled(tmp_path):
+    """Not only once others are, too."""
+    measurer = Measurer()
+    compiler = Compiler(measurer)
+    seen = []
+
+    def wait(key, configs, until=None):
+        for config in configs:
+            seen.append(len(measurer.measured))
+            yield Compiled(config)
+
+    compiler.wait = wait
+    tuner = tuner_with(measurer, tmp_path, EVERYTHING, make_compiler=lambda: compiler)
+    tune(tasks_of(1), tuner)
+    assert seen == list(range(len(CONFIGS)))
 
 
 def test_a_wrong_default_is_no_record(tmp_path):
@@ -246,7 +278,7 @@ class Compiler:
         self.submitted += configs
         self.log.append((len(self.submitted), len(self.measurer.measured)))
 
-    def wait(self, key, configs):
+    def wait(self, key, configs, until=None):
         for config in configs:
             if self.breaks_after is not None and self.breaks_after <= 0:
                 raise RuntimeError("the compile pool is closed")
@@ -277,12 +309,138 @@ def test_the_next_units_first_configs_compile_while_a_winner_is_confirmed(tmp_pa
     compiler = Compiler(Measurer())
     keys = []
     compiler.submit = lambda key, configs: keys.append((key, list(configs)))
-    compiler.wait = lambda key, configs: map(Compiled, configs)
+    compiler.wait = lambda key, configs, until=None: map(Compiled, configs)
     tuner = tuner_with(Measurer(), tmp_path, EVERYTHING, make_compiler=lambda: compiler)
     tune(tasks_of(1, 2), tuner)
-    early, late, *_ = (configs for key, configs in keys if key == key_of(2))
-    assert early == [DEFAULT]  # as soon as this unit's first ones are on their way
+    *early, late = [configs for key, configs in keys if key == key_of(2)][:4]
+    # At once, as of all units, and as soon as this unit's first ones are on their way.
+    assert early == [[DEFAULT]] * 3
     assert late[:2] == [DEFAULT, BEST] and len(late) == 1 + EVERYTHING.batch
+
+
+def test_the_defaults_of_all_units_compile_before_the_first_unit_is_searched(tmp_path):
+    compiler = Compiler(Measurer())
+    keys = []
+    compiler.submit = lambda key, configs: keys.append((key, list(configs)))
+    compiler.wait = lambda key, configs, until=None: map(Compiled, configs)
+    tuner = tuner_with(Measurer(), tmp_path, EVERYTHING, make_compiler=lambda: compiler)
+    tune(tasks_of(1, 2, 3), tuner)
+    first = [keys.index((key_of(n), [DEFAULT])) for n in (2, 3)]
+    searched = next(i for i, (key, found) in enumerate(keys) if len(found) > 1)
+    assert max(first) < searched
+
+
+def test_the_first_two_units_compile_ahead_of_the_defaults_of_later_ones(tmp_path):
+    """As many configs of each as a strategy asks for at first."""
+    compiler = Compiler(Measurer())
+    keys = []
+    compiler.submit = lambda key, configs: keys.append((key, list(configs)))
+    compiler.wait = lambda key, configs, until=None: map(Compiled, configs)
+    options = replace(EVERYTHING, warm_start=True)
+    tuner = tuner_with(
+        Measurer(), tmp_path, options, make_compiler=lambda: compiler, prune=prune
+    )
+    tune(tasks_of(1, 2, 3), tuner)
+    before = keys[: keys.index((key_of(3), [DEFAULT]))]
+    ours, theirs = ([c for k, found in before if k == key_of(n) for c in found]
+                    for n in (1, 2))  # fmt: skip
+    best = sorted((c for c in CONFIGS if c["num_warps"] != 8), key=time_of)
+    assert set(best[: 2 * options.batch]) <= set(ours)
+    assert list(dict.fromkeys(theirs)) == [DEFAULT, *best[: options.batch]]
+
+
+def test_no_compiler_is_waited_for_after_a_units_time(tmp_path):
+    """And what it has timed by then is confirmed and recorded."""
+    measurer = Measurer(trial_s=0.5)
+    compiler, waits = Compiler(measurer), []
+
+    def wait(key, configs, until=None):
+        for config in configs:
+            if len(measurer.measured) >= 8:
+                waits.append(until - time.monotonic() - measurer.clock_s)
+                measurer.clock_s += waits[-1]
+                return
+            yield Compiled(config)
+
+    compiler.wait = wait
+    options = replace(EVERYTHING, batch=6)
+    tuner = tuner_with(measurer, tmp_path, options, make_compiler=lambda: compiler)
+    (outcome,) = tune(tasks_of(1), tuner, budget_s=20)
+    assert outcome.counts.timed == 8 and outcome.stopped == "budget"
+    assert outcome.state in ("tuned", "default") and len(waits) == 1
+    assert 18 < measurer.clock_s <= 20
+
+
+class SlowCompiler(Compiler):
+    """Its processes take `start_s` to start; configs after `late` take `each_s`."""
+
+    start_s, each_s, late = 0.0, 0.0, 5
+
+    def wait(self, key, configs, until=None):
+        measurer = self.measurer
+        for config in configs:
+            measurer.clock_s += self.start_s
+            self.start_s = 0.0
+            if len(measurer.measured) >= self.late:
+                measurer.clock_s += self.each_s
+            yield Compiled(config)
+
+
+def timed(tmp_path, weights, budget_s, **slowness):
+    """How many configs of each unit are timed, and in what time."""
+    measurer = Measurer(trial_s=0.25)
+    compiler = SlowCompiler(measurer)
+    vars(compiler).update(slowness)
+    options = replace(EVERYTHING, warm_start=True, finalists=1, batch=4)
+    tuner = tuner_with(
+        measurer, tmp_path, options, make_compiler=lambda: compiler, prune=prune
+    )
+    tasks = [Task(key_of(n), weight) for n, weight in enumerate(weights, 1)]
+    tune(tasks, tuner, budget_s=budget_s)
+    keys = [key for key, _ in measurer.measured]
+    return [keys.count(task.key) for task in tasks], measurer.clock_s
+
+
+def test_the_start_of_compilers_does_not_count_for_the_first_unit(tmp_path):
+    quick, _ = timed(tmp_path / "quick", (3.0, 1.0), 30)
+    slow, took_s = timed(tmp_path / "slow", (3.0, 1.0), 30, start_s=10)
+    assert slow[0] == quick[0] and slow[1] < quick[1]
+    assert took_s < 33
+
+
+def test_a_short_grant_is_time_in_which_a_unit_is_measured(tmp_path):
+    """And not one in which it waits for compilers."""
+    weights = (6.0, *[0.1] * 10)
+    quick, _ = timed(tmp_path / "quick", weights, 20)
+    slow, took_s = timed(tmp_path / "slow", weights, 20, each_s=0.07)
+    assert slow[0] > 0.9 * quick[0]
+    assert took_s < 22
+
+
+@pytest.mark.parametrize(("budget_s", "chosen"), [(None, 32), (1e3, 32), (3.4, 12)])
+def test_no_more_is_compiled_ahead_than_there_is_time_for(tmp_path, budget_s, chosen):
+    compiler = Compiler(Measurer())
+    sizes = []
+    compiler.submit = lambda key, configs: sizes.append(len(list(configs)))
+    compiler.wait = lambda key, configs, until=None: map(Compiled, configs)
+    tuner = tuner_with(Measurer(), tmp_path, EVERYTHING, make_compiler=lambda: compiler)
+    tune(tasks_of(1), tuner, budget_s=budget_s)
+    assert max(sizes) == chosen
+
+
+def test_what_is_compiled_is_tried_before_what_is_not(tmp_path):
+    measurer = Measurer()
+    compiler = Compiler(measurer)
+    ready = sorted(CONFIGS[10:60], key=time_of)[5:9]
+    compiler.ready = lambda key, configs: [c for c in configs if c in ready]
+    options = replace(EVERYTHING, warm_start=True, trials=32)
+    tuner = tuner_with(
+        measurer, tmp_path, options, make_compiler=lambda: compiler, prune=prune
+    )
+    tune(tasks_of(1), tuner)
+    tried = [config for _, config in measurer.measured]
+    ranked = [config for config in ready if config in tried]
+    assert ranked and tried[1 : 1 + len(ranked)] == ranked
 
 
 def test_what_does_not_compile_is_not_measured(tmp_path):
@@ -337,7 +495,7 @@ def test_what_the_resource_model_drops_is_logged_and_never_measured(tmp_path):
 def test_compiled_code_that_cannot_win_is_not_timed(tmp_path):
     measurer = Measurer()
     compiler = Compiler(measurer)
-    compiler.wait = lambda key, configs: (
+    compiler.wait = lambda key, configs, until=None: (
         Compiled(config, 9 if config == BEST else 0) for config in configs
     )
     tuner = tuner_with(

@@ -3,13 +3,13 @@
 
 import random
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from portable_backend.bench.inputs import Inputs, make_inputs, oracle
+from portable_backend.bench.inputs import Inputs, make_cache, make_inputs, oracle
 from portable_backend.bench.results import ERROR_LIMITS
 from portable_backend.bench.shapes import AttentionShape
 from portable_backend.bench.timing import (
@@ -21,10 +21,11 @@ from portable_backend.bench.timing import (
 )
 from portable_backend.device import DeviceInfo
 from portable_backend.errors import bad_argument
-from portable_backend.kernels import AttentionPlanner, paged_attention
+from portable_backend.kernels import AttentionPlanner, PagedBatch, paged_attention
 from portable_backend.kernels.config import AttentionConfig, KernelConfig
 from portable_backend.kernels.plan import StepKind, default_config
 from portable_backend.kernels.reference import paged_attention_reference
+from portable_backend.warmup.check_cases import KeptCases, kept_limit, spare_bytes
 from portable_backend.warmup.gate import (
     DISTRIBUTIONS,
     NAN,
@@ -57,6 +58,58 @@ _MOST_BEFORE_WINDOW = 4096
 _MEMORY_SHARE = 0.5
 
 
+@dataclass(frozen=True)
+class _Case:
+    """A step of the gate's, and what is right for it.
+
+    Attributes:
+        label: for messages.
+        inputs: poisoned, with rows of padding.
+        precise, same_dtype: what the oracle and plain torch make of it.
+    """
+
+    label: str
+    inputs: Inputs
+    precise: torch.Tensor
+    same_dtype: torch.Tensor
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        inputs = self.inputs
+        assert inputs.key is not None
+        assert inputs.value is not None
+        rows = inputs.query, inputs.key, inputs.value, *inputs.caches[0]
+        lengths = inputs.query_start_loc, inputs.seq_lens, inputs.block_table
+        return *rows, *lengths, self.precise, self.same_dtype
+
+    def copy(self, sign: float) -> Inputs:
+        """For a config to read, and maybe to spoil.
+
+        Args:
+            sign: of the values, and so of what is right: other inputs of these lengths.
+        """
+        inputs = self.inputs
+        keys, values = inputs.caches[0]
+        num_blocks, block_size, heads, size = keys.shape
+        _, (new_keys, new_values) = make_cache(
+            "split", num_blocks, block_size, heads, size, keys
+        )
+        new_keys.copy_(keys)
+        new_values.copy_(sign * values if sign < 0 else values)
+        assert inputs.key is not None
+        assert inputs.value is not None
+        return replace(
+            inputs,
+            query=inputs.query.clone(),
+            key=inputs.key.clone(),
+            value=sign * inputs.value,
+            caches=[(new_keys, new_values)],
+            query_start_loc=inputs.query_start_loc.clone(),
+            seq_lens=inputs.seq_lens.clone(),
+            block_table=inputs.block_table.clone(),
+        )
+
+
 class AttentionWorkload:
     """A `Workload` of the kernels "prefill" and "decode".
 
@@ -87,26 +140,38 @@ class AttentionWorkload:
         self.inputs.fill_unused(NAN)
         # Of each layer: a call that writes nothing must not pass for another's.
         self.outs = [torch.empty_like(self.inputs.query) for _ in self.inputs.caches]
+        slots = _CASES[device.type]
+        self._cases: KeptCases[_Case] = KeptCases(slots, kept_limit(device))
 
-    def check(self, config: KernelConfig, seed: int) -> Check:
-        """Run several cases of `seed`, each of another distribution and lengths."""
+    def check(self, config: KernelConfig, seed: int, *, reuse: bool = False) -> Check:
+        """Run several cases of `seed`, each of another distribution and lengths.
+
+        One that is new is run twice, the second time with values of the other sign:
+        what the first run gave is wrong then. Of those that are not new the config
+        before had the values with the other sign.
+        """
         full = self._with(config)
-        cases = _CASES[self.device.type]
-        return worst_of(
-            check
-            for i in range(cases)
-            for check in self._check_case(
-                full,
-                DISTRIBUTIONS[(seed * cases + i) % len(DISTRIBUTIONS)],
-                random.Random(f"{self.key} {seed} {i}"),
-            )
-        )
+
+        def checks() -> Iterator[Check]:
+            kept = self._cases
+            cases = kept if reuse else KeptCases[_Case](kept.slots, 0)
+            sign = -1.0 if seed % 2 else 1.0
+            twice = True
+            for case, is_new in cases.take(partial(self._draw_case, seed)):
+                yield from self._run_case(full, case, sign)
+                if is_new and twice:
+                    twice = False
+                    yield from self._run_case(full, case, -sign)
+
+        return worst_of(checks())
+
+    def draw_ahead(self) -> None:
+        self._cases.fill(partial(self._draw_case, 0))
 
     def contestant(self, config: KernelConfig) -> Contestant:
         inputs = self.inputs
         planner = self._planner(self._with(config), self.shape)
-        batch = inputs.batch(lengths_on_host=self.device.type == "cpu")
-        step = planner.plan(batch, self.shape.num_tokens)
+        step = planner.plan(self._batch(inputs), self.shape.num_tokens)
         calls: list[Call] = [
             partial(
                 paged_attention,
@@ -169,9 +234,7 @@ class AttentionWorkload:
         cache_bytes = 2 * tokens * shape.heads[1] * row_bytes
         # Queries, results, and the oracle's in fp32.
         rows = shape.num_tokens * shape.heads[0] * (2 * row_bytes + 4 * shape.head_size)
-        each, (free, total) = cache_bytes + rows, torch.cuda.mem_get_info(self.device)
-        share = torch.cuda.get_per_process_memory_fraction(self.device)
-        free = min(free, int(share * total))
+        each, free = cache_bytes + rows, spare_bytes(self.device)
         fitting = int(_MEMORY_SHARE * free) // each
         if not fitting:
             raise MemoryError(
@@ -196,38 +259,57 @@ class AttentionWorkload:
             config=config,
         )
 
-    def _check_case(
-        self, config: AttentionConfig, distribution: Distribution, rng: random.Random
-    ) -> Iterator[Check]:
+    def _draw_case(self, seed: int, slot: int) -> _Case:
+        number = seed * self._cases.slots + slot
+        distribution = DISTRIBUTIONS[number % len(DISTRIBUTIONS)]
+        rng = random.Random(f"{self.key} {seed} {slot}")
         shape = self._draw_shape(rng)
-        label = f"{distribution.name} inputs, lengths {shape.seq_lens}"
         inputs = make_inputs(shape, self.device, seed=rng.getrandbits(32))
         _redistribute(inputs, distribution)
         _poison(inputs)
-        keys, values = inputs.caches[0]
-        batch = inputs.batch(lengths_on_host=self.device.type == "cpu")
-        given = (inputs.query, keys, values, batch, inputs.options)
+        given = (inputs.query, *inputs.caches[0], self._batch(inputs), inputs.options)
         dtype = inputs.query.dtype
         precise = paged_attention_reference(*given, dtype=precise_dtype(dtype))
         same_dtype = paged_attention_reference(*given, dtype=dtype)
-
         query, key, value = map(_padded, (inputs.query, inputs.key, inputs.value))
         assert query is not None
-        out = torch.full_like(query, NAN)
-        out[shape.num_tokens :] = SENTINEL
-        planner = self._planner(config, shape, _SPARE_ROWS)
+        padded = replace(inputs, query=query, key=key, value=value)
+        label = f"{distribution.name} inputs, lengths {shape.seq_lens}"
+        return _Case(label, padded, precise, same_dtype)
+
+    def _run_case(
+        self, config: AttentionConfig, case: _Case, sign: float
+    ) -> Iterator[Check]:
+        inputs, label = case.copy(sign), case.label
+        count = inputs.shape.num_tokens
+        keys, values = inputs.caches[0]
+        out = torch.full_like(inputs.query, NAN)
+        out[count:] = SENTINEL
+        planner = self._planner(config, inputs.shape, _SPARE_ROWS)
         planner.partial.fill_(NAN)
         planner.lse.fill_(NAN)
-        before = keys.clone(), values.clone()
-        step = planner.plan(batch, query.shape[0])
+        step = planner.plan(self._batch(inputs), inputs.query.shape[0])
         paged_attention(
-            query, keys, values, step, inputs.options, out=out, key=key, value=value
+            inputs.query,
+            keys,
+            values,
+            step,
+            inputs.options,
+            out=out,
+            key=inputs.key,
+            value=inputs.value,
         )
-        yield judge(out[: shape.num_tokens], precise, same_dtype, label)
-        spare = out[shape.num_tokens :]
+        yield judge(sign * out[:count], case.precise, case.same_dtype, label)
+        spare = out[count:]
         yield untouched(spare, torch.full_like(spare, SENTINEL), f"padding, {label}")
-        yield untouched(keys, before[0], f"key cache, {label}")
-        yield untouched(values, before[1], f"value cache, {label}")
+        before_keys, before_values = case.inputs.caches[0]
+        if sign < 0:
+            before_values = sign * before_values
+        yield untouched(keys, before_keys, f"key cache, {label}")
+        yield untouched(values, before_values, f"value cache, {label}")
+
+    def _batch(self, inputs: Inputs) -> PagedBatch:
+        return inputs.batch(lengths_on_host=self.device.type == "cpu")
 
     def _draw_shape(self, rng: random.Random) -> AttentionShape:
         """Lengths of the bucket, not those that are timed."""

@@ -17,7 +17,8 @@ from portable_backend.warmup.measuring_process import MeasuringProcess
 from portable_backend.warmup.tools import Compiler, Measurer, Recipe, Tools
 from portable_backend.warmup.tuning_tools import SpaceCatalog, resource_model
 
-# A turn of two or three of a round, and so the most that an engine usually waits for.
+# The longest turn, and so the most that an engine usually waits for: of confirmations;
+# trials' are shorter.
 TURN_US = 3000.0
 # In turns this short one is noisier, so a confirmation has twice as many.
 CONFIRM_ROUNDS = 31
@@ -54,7 +55,7 @@ def background_tools(
             device="cuda:0",
             beacon=beacon,
             device_memory_mib=memory_mib,
-            turn_us=TURN_US,
+            confirm_turn_us=TURN_US,
             confirm_rounds=CONFIRM_ROUNDS,
         )
 

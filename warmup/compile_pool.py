@@ -169,11 +169,15 @@ class CompilePool:
             self._changed.notify_all()
 
     def wait(
-        self, key: TuningKey, configs: Sequence[KernelConfig]
+        self,
+        key: TuningKey,
+        configs: Sequence[KernelConfig],
+        until: float | None = None,
     ) -> Iterator[Compiled]:
         """Yield what became of each candidate, in order, as soon as it is known.
 
-        Those not submitted before are submitted now.
+        Those not submitted before are submitted now. With `until`, by time.monotonic(),
+        it ends then, whatever is known.
 
         Raises:
             ValueError: the key is no kernel's.
@@ -187,7 +191,10 @@ class CompilePool:
                 while not job.done:
                     if self._closed:
                         raise RuntimeError("the compile pool was closed meanwhile")
-                    self._changed.wait()
+                    left = None if until is None else until - time.monotonic()
+                    if left is not None and left <= 0:
+                        return
+                    self._changed.wait(left)
             yield Compiled(key, config, job.readout, job.failure)
 
     def ready(

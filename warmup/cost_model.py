@@ -5,6 +5,8 @@ The model learns how fast a config is next to the others of its own key, so that
 of microseconds and of milliseconds count alike and a new key needs no time of its own.
 """
 
+import contextlib
+import importlib
 import math
 import statistics
 from collections import defaultdict
@@ -229,6 +231,12 @@ def _one_thread() -> AbstractContextManager[object]:
 
 def _column(name: str, value: Feature) -> str:
     return f"{name}={value}" if isinstance(value, str) else name
+
+
+def preload() -> None:
+    """Import what models need, where it is there: that takes a second."""
+    with contextlib.suppress(ImportError):
+        importlib.import_module("sklearn.ensemble")
 
 
 def _regressor(model: str, seed: int) -> Any:

@@ -18,20 +18,24 @@ import torch
 from portable_backend.bench.timing import (
     MAX_CALLS,
     SPAN_US,
-    TURN_US,
     Call,
     Contestant,
 )
 from portable_backend.errors import bad_argument
 from portable_backend.kernels.config import KernelConfig
 from portable_backend.warmup.idle_gate import OPEN, Gate, TooLongError
-from portable_backend.warmup.measuring_process import Confirmation
+from portable_backend.warmup.measuring_process import (
+    CONFIRM_TURN_US,
+    TRIAL_TURN_US,
+    Confirmation,
+)
 from portable_backend.warmup.search import Proposal, Trial
 from portable_backend.warmup.workloads import Workload
 
 # A candidate is given up once every round so far was slower by this factor: after one
-# round, and after more. Far above what clocks do to neighbouring turns.
-_GIVE_UP = (1.3, 1.1)
+# round, two, and so on. One as fast as the incumbent has all of k rounds slower by
+# chance alone, less than once in 2 ** k times, and by so much hardly ever.
+_GIVE_UP = (1.3, 1.1, 1.05, 1.03, 1.02)
 # A median lies within this many deviations of a round over the root of their number,
 # 95 times of 100: 1.96, for medians of a normal distribution 1.253 more.
 _INTERVAL = 1.96 * 1.253
@@ -39,6 +43,10 @@ _MAD_TO_DEVIATION = 1.4826
 # No clock is better than this, whatever a few rounds say.
 MIN_NOISE = 0.002
 _CONFIRM_CHECKS = 3
+# A confirmation ends after so many rounds of which none saved this share of the
+# default's time, the least that a tuner asks for: one that does save it gets there by
+# chance less than once in 2 ** 7 times.
+_HOPELESS_ROUNDS, _LEAST_GAIN = 7, 0.01
 # Beside an engine, launches of a config before it counts as too long.
 _LOOKS = 3
 
@@ -75,7 +83,6 @@ class Runner:
     Args:
         contestant: whose calls have all been made once, so that nothing compiles.
         device: a GPU captures the calls, a CPU just makes them.
-        turn_us: length of a turn.
         gate: whether anything may run on the device now.
 
     Raises:
@@ -83,27 +90,26 @@ class Runner:
     """
 
     def __init__(
-        self,
-        contestant: Contestant,
-        device: torch.device,
-        turn_us: float = TURN_US,
-        gate: Gate = OPEN,
+        self, contestant: Contestant, device: torch.device, gate: Gate = OPEN
     ) -> None:
         self.contestant, self.device, self._gate = contestant, device, gate
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._calls, self._repeats = len(contestant.calls), 1
+        self._calls, self._span_us = len(contestant.calls), 0.0
         if device.type == "cuda":
             self._graph, self._calls = _capture(contestant.calls, gate)
             gate.wait()
-            span_us = _elapsed_us(self._graph.replay)
-            self._repeats = max(1, round(turn_us / span_us))
+            self._span_us = _elapsed_us(self._graph.replay)
 
-    def turn(self) -> float:
-        """Microseconds of one call, over one turn."""
+    def turn(self, turn_us: float = CONFIRM_TURN_US) -> float:
+        """Microseconds of one call, over a turn of about `turn_us`, one span at least.
+
+        Runners that are compared take turns of one length.
+        """
         self._gate.check()
         if self._graph is not None:
-            turn_us = _elapsed_us(self._graph.replay, self._repeats)
-            return turn_us / (self._repeats * self._calls)
+            repeats = max(1, round(turn_us / self._span_us))
+            took_us = _elapsed_us(self._graph.replay, repeats)
+            return took_us / (repeats * self._calls)
         start = time.perf_counter()
         self._run_once()
         return max((time.perf_counter() - start) * 1e6 / self._calls, 1e-3)
@@ -132,7 +138,8 @@ class Bench:
         device: the workload's.
         on_stage: told "incumbent" before the incumbent runs for the first time, and
             "candidate" before anything else does: whose fault a hang is.
-        turn_us: length of a turn.
+        turn_us: length of a turn of a trial.
+        confirm_turn_us: of a confirmation.
         gives_up: on what is clearly slower than the incumbent; False times all rounds.
         gate: whether anything may run on the device now; pieces of work wait for it.
     """
@@ -142,12 +149,14 @@ class Bench:
         workload: Workload,
         device: torch.device,
         on_stage: Callable[[str], None] = lambda stage: None,
-        turn_us: float = TURN_US,
+        turn_us: float = TRIAL_TURN_US,
         gives_up: bool = True,
         gate: Gate = OPEN,
+        confirm_turn_us: float = CONFIRM_TURN_US,
     ) -> None:
         self.workload, self.device, self._on_stage = workload, device, on_stage
-        self._turn_us, self._gives_up, self._gate = turn_us, gives_up, gate
+        self._turn_us, self._confirm_turn_us = turn_us, confirm_turn_us
+        self._gives_up, self._gate = gives_up, gate
         self._incumbent: tuple[KernelConfig, Runner] | None = None
         self._scales_us: dict[KernelConfig, float] = {}
 
@@ -172,7 +181,8 @@ class Bench:
         Args:
             proposal: the config, and its rounds; fewer are timed where it is clearly
                 slower than the incumbent.
-            seed: 0 or more; of the inputs it is checked on.
+            seed: 0 or more, another one for each trial; of the inputs that are drawn
+                to check it on. Some that earlier trials had are among them as well.
             incumbent: to time it in turns with; None: alone.
             incumbent_us: its time, as an earlier trial gave it; None: as measured now.
 
@@ -185,7 +195,7 @@ class Bench:
             self._prepare_incumbent(incumbent)
         self._on_stage("candidate")
         with self._gate.paced():
-            check = self.workload.check(config, seed)
+            check = self.workload.check(config, seed, reuse=True)
         if check.wrong is not None:
             raise WrongResultError(check.wrong)
         if config == incumbent:
@@ -215,7 +225,7 @@ class Bench:
         Args:
             config: the winner.
             seed: 0 or more; of inputs that no trial has seen.
-            rounds: of timing.
+            rounds: of timing; fewer where it is clear that it is not worth it.
             beside: False leaves the default out, where it does not run.
         """
         default = self.workload.default
@@ -240,9 +250,15 @@ class Bench:
         for i in range(rounds):
             shift = i % len(names)
             order = names[shift:] + names[:shift]
-            turns = self._round([runners[name] for name in order])
+            turns = self._round(
+                [runners[name] for name in order], self._confirm_turn_us
+            )
             for name, turn in zip(order, turns, strict=True):
                 times[name].append(turn)
+            if beside and i + 1 >= _HOPELESS_ROUNDS:
+                least = min(_ratios(times["config"], times["default"]))
+                if least > 1 - _LEAST_GAIN:
+                    break
         self._require_right(runners["config"])
         time_us = statistics.median(times["config"])
         if not beside:
@@ -283,9 +299,12 @@ class Bench:
         scale_us = incumbent_us or self._scale_us(incumbent, others)
         return [scale_us * ratio for ratio in _ratios(times, others)]
 
-    def _round(self, runners: Sequence[Runner]) -> list[float]:
-        """A turn of each, between which nothing else ran."""
-        return self._gate.undisturbed(lambda: [runner.turn() for runner in runners])
+    def _round(
+        self, runners: Sequence[Runner], turn_us: float | None = None
+    ) -> list[float]:
+        """A turn of each, between which nothing else ran; a trial's unless said."""
+        length_us = turn_us or self._turn_us
+        return self._gate.undisturbed(lambda: [r.turn(length_us) for r in runners])
 
     def _scale_us(self, incumbent: KernelConfig, times: Sequence[float]) -> float:
         """Its time, the same for all that is compared with it."""
@@ -313,7 +332,7 @@ class Bench:
             _require_short(gate, lambda: gate.launch(first))
         for call in others:
             gate.launch(call)
-        return Runner(contestant, self.device, self._turn_us, gate)
+        return Runner(contestant, self.device, gate)
 
     def _require_right(self, runner: Runner) -> None:
         error, limit = runner.error(), self.workload.error_limit

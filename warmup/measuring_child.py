@@ -37,6 +37,7 @@ from portable_backend.warmup.measuring import (
     no_confirmation,
 )
 from portable_backend.warmup.measuring_pipe import RELEASED
+from portable_backend.warmup.measuring_process import CONFIRM_TURN_US
 from portable_backend.warmup.records import TuningKey
 from portable_backend.warmup.search import Proposal
 
@@ -81,6 +82,7 @@ class _Child:
         self.device = torch.device(options["device"])
         self.limit_s: float = options["limit_s"]
         self.turn_us: float = options["turn_us"]
+        self.confirm_turn_us: float = options.get("confirm_turn_us", CONFIRM_TURN_US)
         self.gives_up: bool = options.get("gives_up", True)
         self.make = load_maker(options["make"])
         self.gate = gate_of(activity, self.device)
@@ -140,12 +142,15 @@ class _Child:
                 self.turn_us,
                 self.gives_up,
                 self.gate,
+                self.confirm_turn_us,
             )
             if self.gate is not OPEN:
                 self._bench.require_short()
             self._key = key
         bench, workload = self._bench, self._bench.workload
         if request["do"] == "prepare":
+            with self.gate.paced():
+                workload.draw_ahead()
             default = workload.default.to_dict()
             return {"default": default, "roof_us": workload.roof_us}
         config = KernelConfig.from_dict(request["config"])

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import IO, Any
 
@@ -62,6 +63,7 @@ class Child:
         self.is_alive = True
         self.ready: dict[str, Any] = {}
         self._pending = b""
+        self._unread: deque[dict[str, Any]] = deque()
         command = [sys.executable, "-P", "-m", _CHILD, json.dumps(options)]
         try:
             # A session of its own: Ctrl-C is the parent's to handle.
@@ -86,15 +88,27 @@ class Child:
                 f"the measuring process does not start: {failure.reason}"
             ) from None
 
-    def ask(
-        self, request: dict[str, Any], limit_s: float, memory_mib: int
-    ) -> dict[str, Any]:
+    def send(self, request: dict[str, Any]) -> None:
+        """Have it do something as soon as it is ready; one request at a time.
+
+        Raises:
+            Failure: the process is lost.
+            Released: it has ended for the engine's sake.
+        """
         line = json.dumps(request).encode() + b"\n"
         try:
             while line:
                 line = line[os.write(self._requests, line) :]
         except BrokenPipeError:
             raise self._lost("candidate") from None
+
+    def answer(self, limit_s: float, memory_mib: int) -> dict[str, Any]:
+        """What came of the request, in `limit_s` from now.
+
+        Raises:
+            Failure: nothing, or the process is lost.
+            Released: it has ended for the engine's sake.
+        """
         return self._wait("result", limit_s, memory_mib)
 
     def end(self) -> None:
@@ -141,13 +155,19 @@ class Child:
                 raise Failure("over-limit", reason, stage)
 
     def _messages(self) -> Iterator[dict[str, Any]]:
-        """What has come by now; waits a moment for it."""
+        """What has come by now; waits a moment for it. The unread is kept."""
+        if not self._unread:
+            self._read()
+        while self._unread:
+            yield self._unread.popleft()
+
+    def _read(self) -> None:
         if not select.select([self._replies], [], [], _POLL_S)[0]:
             return
         data = os.read(self._replies, 65536)
         self.is_alive = bool(data)
         *lines, self._pending = (self._pending + data).split(b"\n")
-        yield from map(json.loads, lines)
+        self._unread.extend(map(json.loads, lines))
 
     def _lost(self, stage: str) -> Failure:
         """Why the process is gone."""

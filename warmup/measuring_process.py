@@ -5,6 +5,7 @@ Nothing here touches the GPU. The child is started when it is first needed, and 
 after each time it was lost; what it was doing then becomes an invalid trial.
 """
 
+import contextlib
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,12 @@ from portable_backend.warmup.measuring_pipe import Child, Failure, Released
 from portable_backend.warmup.records import TuningKey
 from portable_backend.warmup.search import Proposal, Trial
 
+# Of a turn of a trial: two or three spans of a graph. A search makes 100 trials of
+# a key and confirms three configs, so its trials are short; sweeps have turns of 2 ms.
+TRIAL_TURN_US = 2500.0
+# Of a confirmation, which decides what serves: in short turns a chip does not settle on
+# the clock that a config's power allows.
+CONFIRM_TURN_US = 10_000.0
 MAKE_WORKLOAD = "portable_backend.warmup.workloads:make_workload"
 # To make a key's workload; then all its configs are given up.
 _TRIES = 2
@@ -72,8 +79,9 @@ class MeasuringProcess:
         hold_s: beside an engine, how long the child keeps its memory while that is
             busy; None: the child's own.
         confirm_rounds: of timing in a confirmation.
-        turn_us: length of a turn, of which a round has one each for the config and the
-            incumbent. In short ones a chip does not settle on a clock.
+        turn_us: length of a turn of a trial, of which a round has one each for the
+            config and the incumbent. What one call takes is the least.
+        confirm_turn_us: of a confirmation.
         gives_up: whether what is clearly slower than the incumbent is timed for fewer
             rounds than proposed.
         env: of the child, in addition to this process's own.
@@ -96,7 +104,8 @@ class MeasuringProcess:
         device_memory_mib: int | None = None,
         hold_s: float | None = None,
         confirm_rounds: int = 15,
-        turn_us: float = 10_000.0,
+        turn_us: float = TRIAL_TURN_US,
+        confirm_turn_us: float = CONFIRM_TURN_US,
         gives_up: bool = True,
         env: Mapping[str, str] | None = None,
     ) -> None:
@@ -111,6 +120,7 @@ class MeasuringProcess:
             ("device_memory_share", device_memory_share),
             ("confirm_rounds", confirm_rounds),
             ("turn_us", turn_us),
+            ("confirm_turn_us", confirm_turn_us),
         ):
             if not value > 0:
                 raise bad_argument(name, "above 0", value, "leave it out")
@@ -120,6 +130,7 @@ class MeasuringProcess:
         self.host_memory_mib = host_memory_mib
         self.device_memory_share = device_memory_share
         self.confirm_rounds, self.turn_us = confirm_rounds, turn_us
+        self.confirm_turn_us = confirm_turn_us
         self.gives_up = gives_up
         self._beside: dict[str, Any] = {}
         self._activity: Activity | None = None
@@ -131,16 +142,33 @@ class MeasuringProcess:
         self._env = dict(env or {})
         self._child: Child | None = None
         self._prepared: TuningKey | None = None
+        self._begun: dict[str, Any] | None = None  # asked for, and not answered yet
         self._answers: dict[TuningKey, dict[str, Any]] = {}
         self._times: dict[tuple[TuningKey, KernelConfig], float] = {}
         self._unusable: set[tuple[TuningKey, KernelConfig]] = set()
         self._unready: dict[TuningKey, list[Failure]] = {}
         self._count = 0
 
-    def begin(self) -> None:
-        """Start the child without waiting for it: its imports take seconds."""
+    def begin(self, key: TuningKey | None = None) -> None:
+        """Start the child without waiting for it: its imports take seconds.
+
+        Args:
+            key: whose workload it makes as soon as it is ready, likewise; what fails
+                shows when that key is measured.
+        """
         if self._child is None:
             self._child = self._new_child()
+        if key is None or self._begun is not None or self._prepared == key:
+            return
+        if len(self._unready.get(key, ())) == _TRIES:
+            return
+        request = _request(key, do="prepare")
+        self._prepared = None
+        try:
+            self._child.send(request)
+            self._begun = request
+        except (Failure, Released):
+            self.close()
 
     def measure(
         self,
@@ -270,7 +298,7 @@ class MeasuringProcess:
         if self._child is not None:
             self._child.end()
             self._child = None
-        self._prepared = None
+        self._prepared = self._begun = None
 
     def __enter__(self) -> "MeasuringProcess":
         return self
@@ -338,7 +366,7 @@ class MeasuringProcess:
     ) -> dict[str, Any]:
         """The reply's result. Whatever interrupts ends the child, so that no reply to
         this request can be taken for another's."""
-        request = {**request, "kernel": key.kernel, "fields": key.to_dict()}
+        request = _request(key, **request)
         while True:
             try:
                 return self._send_once(request, limit_s)
@@ -348,8 +376,18 @@ class MeasuringProcess:
 
     def _send_once(self, request: dict[str, Any], limit_s: float) -> dict[str, Any]:
         child = self._running()
+        begun, self._begun = self._begun, None
+        if begun is not None and begun != request:
+            # It is for another key, whose turn does not come.
+            with contextlib.suppress(Failure):
+                child.answer(self.prepare_limit_s, self.host_memory_mib)
+            if not child.is_alive:
+                self.close()
+                child = self._running()
         try:
-            result = child.ask(request, limit_s, self.host_memory_mib)
+            if begun != request:
+                child.send(request)
+            result = child.answer(limit_s, self.host_memory_mib)
         except Failure:
             self._prepared = None
             if not child.is_alive:
@@ -368,8 +406,7 @@ class MeasuringProcess:
             try:
                 child.start(self.start_limit_s, self.host_memory_mib)
             except BaseException:
-                child.end()
-                self._child = None
+                self.close()
                 raise
         return child
 
@@ -379,9 +416,14 @@ class MeasuringProcess:
             "make": self.make,
             "limit_s": self.limit_s,
             "turn_us": self.turn_us,
+            "confirm_turn_us": self.confirm_turn_us,
             "gives_up": self.gives_up,
             "device_memory_share": self.device_memory_share,
             "parent": os.getpid(),
             **self._beside,
         }
         return Child(options, self._env, self._activity)
+
+
+def _request(key: TuningKey, **request: Any) -> dict[str, Any]:
+    return {**request, "kernel": key.kernel, "fields": key.to_dict()}

@@ -7,10 +7,7 @@ from typing import Any
 from portable_backend.kernels.config import KernelConfig
 from portable_backend.warmup.records import TuningKey
 from portable_backend.warmup.search import Proposal, Strategy, Trial
-from portable_backend.warmup.tools import Tools
-
-# Ready configs that are handed to the measurer at once.
-TOGETHER = 4
+from portable_backend.warmup.tools import CompiledLike, Tools
 
 
 class Ahead:
@@ -64,6 +61,10 @@ class Pipeline:
         self.tools, self.key, self.default, self._note = tools, key, default, note
         self._readouts: dict[KernelConfig, Any] = {}
         self._compiler = tools.compiler
+        self.waited_s = 0.0  # for compilers, before configs could be measured
+        self.until: float | None = (
+            None  # by the tools' clock, no compiler is waited for
+        )
 
     def submit(self, configs: Iterable[KernelConfig]) -> None:
         if self._compiler is not None:
@@ -72,29 +73,30 @@ class Pipeline:
             except (OSError, EOFError, RuntimeError) as error:
                 self._give_up(error)
 
+    def wait(self, configs: Sequence[KernelConfig]) -> None:
+        """Until they are compiled, or cannot be."""
+        if self._compiler is not None:
+            try:
+                for _ in self._compiler.wait(self.key, configs):
+                    pass
+            except (OSError, EOFError, RuntimeError) as error:
+                self._give_up(error)
+
     def measure(
         self, proposals: Sequence[Proposal], incumbent: KernelConfig
     ) -> Iterator[Trial]:
-        """Yield a trial for each proposal, in order, as soon as it can be had."""
-        ready: list[Proposal] = []
+        """Yield a trial for each proposal, in order, as soon as it can be had.
+
+        It ends early where one would have to be waited for after `until`.
+        """
+        measurer = self.tools.measurer
         for proposal, invalid, reason in self._compiled(proposals):
             if invalid is None:
-                ready.append(proposal)
-                if len(ready) < TOGETHER:
-                    continue
-            yield from self._timed(ready, incumbent)
-            ready = []
-            if invalid is not None:
+                # One by one: it is measured while the next one still compiles.
+                yield from measurer.measure(self.key, [proposal], incumbent)
+            else:
                 config, rounds = proposal.config, proposal.rounds
                 yield Trial(config, rounds, None, invalid, reason)
-        yield from self._timed(ready, incumbent)
-
-    def _timed(
-        self, proposals: list[Proposal], incumbent: KernelConfig
-    ) -> Iterator[Trial]:
-        if proposals:
-            measurer = self.tools.measurer
-            yield from measurer.measure(self.key, proposals, incumbent)
 
     def _compiled(
         self, proposals: Sequence[Proposal]
@@ -104,8 +106,9 @@ class Pipeline:
         if self._compiler is not None:
             try:
                 self._compiler.submit(self.key, [p.config for p in proposals])
-                found = self._compiler.wait(self.key, [p.config for p in proposals])
-                for compiled in found:
+                configs = [p.config for p in proposals]
+                found = self._compiler.wait(self.key, configs, self.until)
+                for compiled in self._timed(found):
                     proposal = rest.pop(0)
                     if compiled.failure is not None:
                         yield proposal, "compile", compiled.failure
@@ -116,10 +119,21 @@ class Pipeline:
                         None if reason is None else "resources",
                         reason or "",
                     )
+                return
             except (OSError, EOFError, RuntimeError) as error:
                 self._give_up(error)
         for proposal in rest:
             yield proposal, None, ""
+
+    def _timed(self, compiled: Iterable[CompiledLike]) -> Iterator[CompiledLike]:
+        rest, clock = iter(compiled), self.tools.clock
+        while True:
+            began = clock()
+            one = next(rest, None)
+            self.waited_s += clock() - began
+            if one is None:
+                return
+            yield one
 
     def _refusal(self, config: KernelConfig, readout: Any) -> str | None:
         """Why the compiled code cannot win, by the resource model."""

@@ -5,6 +5,8 @@ Listing a large space and estimating each of its configs takes a moment, in whic
 GPU would wait. None of it depends on what has been measured.
 """
 
+import functools
+import json
 import logging
 import threading
 from collections.abc import Sequence
@@ -12,6 +14,7 @@ from dataclasses import dataclass
 
 from portable_backend.errors import PortableBackendError
 from portable_backend.kernels.config import KernelConfig
+from portable_backend.warmup.cost_model import preload
 from portable_backend.warmup.listed_space import ListedSpace
 from portable_backend.warmup.records import TuningKey
 from portable_backend.warmup.tools import Tools
@@ -41,6 +44,12 @@ class Prepared:
     pruned: Sequence[tuple[KernelConfig, str]]
     space: ListedSpace
     digest: str
+
+    @functools.cached_property
+    def pruned_lines(self) -> str:
+        """`pruned` as lines of JSON; thousands of them."""
+        rows = ({"config": c.to_dict(), "reason": reason} for c, reason in self.pruned)
+        return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 def prepare(key: TuningKey, tools: Tools, options: TuneOptions) -> Prepared:
@@ -88,7 +97,10 @@ class Preparer:
 
         def work() -> None:
             try:
-                self._found = prepare(key, tools, self._options)
+                self._found = found = prepare(key, tools, self._options)
+                _ = found.pruned_lines
+                if self._options.warm_start:
+                    preload()
             except (PortableBackendError, OSError, RuntimeError, ValueError) as error:
                 # take() meets it again
                 logger.debug("%s: not prepared ahead: %r", key, error)
@@ -96,6 +108,14 @@ class Preparer:
         thread = threading.Thread(target=work, daemon=True)
         self._ahead = key, tools, thread
         thread.start()
+
+    def look(self, key: TuningKey, *, wait: bool) -> Prepared | None:
+        """What was prepared ahead for `key`, if it was and once it is."""
+        if self._ahead is None or self._ahead[0] != key:
+            return None
+        if wait:
+            self._ahead[2].join()
+        return self._found
 
     def take(self, key: TuningKey, tools: Tools) -> Prepared:
         """What `prepare` returns, or raises."""

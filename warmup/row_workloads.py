@@ -52,6 +52,11 @@ _BLOCK_SIZE = 64
 _DECODES = 256
 
 
+def _length_of_two(key: TuningKey, size: int, seed: int, case: int) -> int:
+    """Rows of a case and of its neighbour, where results kept by shape are wrong."""
+    return draw_length(random.Random(f"{key} {seed} {case // 2}"), size, _LIMIT)
+
+
 def _roof(num_bytes: int, copies: int, device: torch.device) -> float | None:
     """None where one set of inputs may stay in the L2 cache."""
     return roof_us(device, num_bytes=num_bytes) if copies > 1 else None
@@ -85,12 +90,19 @@ class RMSNormWorkload:
             tuple(torch.empty_like(self.x) for _ in range(3)) for _ in range(copies)
         ]
 
-    def check(self, config: KernelConfig, seed: int) -> Check:
+    def draw_ahead(self) -> None:
+        pass
+
+    def check(self, config: KernelConfig, seed: int, *, reuse: bool = False) -> Check:
+        # Rows are drawn as fast as they are compared: nothing is kept.
         return worst_of(
             check
             for i, distribution in enumerate(_ROW_DISTRIBUTIONS)
             for check in self._check_case(
-                config, distribution, random.Random(f"{self.key} {seed} {i}")
+                config,
+                distribution,
+                _length_of_two(self.key, self.num_rows, seed, i),
+                random.Random(f"{self.key} {seed} {i}").getrandbits(32),
             )
         )
 
@@ -139,11 +151,9 @@ class RMSNormWorkload:
         return empty.normal_(generator=generator)
 
     def _check_case(
-        self, config: KernelConfig, distribution: Distribution, rng: random.Random
+        self, config: KernelConfig, distribution: Distribution, num_rows: int, seed: int
     ) -> Iterator[Check]:
-        num_rows = draw_length(rng, self.num_rows, _LIMIT)
         label = f"{distribution.name} inputs, {num_rows} rows"
-        seed = rng.getrandbits(32)
         generator = torch.Generator(self.device).manual_seed(seed)
 
         def rows(fill: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -217,12 +227,18 @@ class KVCacheWorkload:
             slots = mine[position // together] * _BLOCK_SIZE + position % _BLOCK_SIZE
             self.sets.append((*self._tokens(self.num_tokens, generator), slots))
 
-    def check(self, config: KernelConfig, seed: int) -> Check:
+    def draw_ahead(self) -> None:
+        pass
+
+    def check(self, config: KernelConfig, seed: int, *, reuse: bool = False) -> Check:
+        # Rows are drawn as fast as they are compared: nothing is kept.
         return worst_of(
             check
             for i in range(3)
             for check in self._check_case(
-                config, random.Random(f"{self.key} {seed} {i}")
+                config,
+                _length_of_two(self.key, self.num_tokens, seed, i),
+                random.Random(f"{self.key} {seed} {i}").getrandbits(32),
             )
         )
 
@@ -271,9 +287,10 @@ class KVCacheWorkload:
         key, value = values.normal_(generator=generator)
         return key, value
 
-    def _check_case(self, config: KernelConfig, rng: random.Random) -> Iterator[Check]:
-        count = draw_length(rng, self.num_tokens, _LIMIT)
-        generator = torch.Generator(self.device).manual_seed(rng.getrandbits(32))
+    def _check_case(
+        self, config: KernelConfig, count: int, seed: int
+    ) -> Iterator[Check]:
+        generator = torch.Generator(self.device).manual_seed(seed)
         # Rows past the slots are padding.
         key, value = self._tokens(count + _SPARE_ROWS, generator)
         key[0, 0, 0], value[0, 0, 0] = float("inf"), -0.0

@@ -152,7 +152,8 @@ class Log(Protocol):
     def append(self, trial: Trial) -> None: ...
 
 
-# Measures a batch and yields one trial per proposal, in their order.
+# Measures a batch and yields one trial per proposal, in their order, while there is
+# time.
 Measure = Callable[[Sequence[Proposal]], Iterable[Trial]]
 
 
@@ -195,8 +196,9 @@ def search(
 
     Args:
         strategy: fresh, even when resuming.
-        measure: takes a batch of proposals, yields a trial for each in their order.
-            What it raises passes through; the trials yielded before are in the log.
+        measure: takes a batch of proposals, yields a trial for each in their order;
+            once the time is out it may leave some out. What it raises passes through;
+            the trials yielded before are in the log.
         budget: kept to the trial: none is begun that `budget.trials` cannot pay, and
             none after `budget.seconds` have passed.
         log: where trials are read from and appended to.
@@ -301,7 +303,7 @@ class _Loop:
                 )
             missing.pop(0)
             yield trial
-        if missing:
+        if missing and not self._out_of_time():
             raise RuntimeError(
                 f"measure must yield one trial per proposal, got none for {missing}; "
                 "yield an invalid trial for a config that cannot run"

@@ -82,8 +82,12 @@ class Compiler(Protocol):
     def submit(self, key: TuningKey, configs: Iterable[KernelConfig]) -> None: ...
 
     def wait(
-        self, key: TuningKey, configs: Sequence[KernelConfig]
-    ) -> Iterator[CompiledLike]: ...
+        self,
+        key: TuningKey,
+        configs: Sequence[KernelConfig],
+        until: float | None = None,
+    ) -> Iterator[CompiledLike]:
+        """Yield each as soon as it is compiled, in order; none after `until`."""
 
     def close(self) -> None: ...
 
@@ -152,11 +156,11 @@ class Tools:
             self._compiler = self._make_compiler()
         return self._compiler
 
-    def begin(self) -> None:
-        """Have the measurer start meanwhile, if it can."""
+    def begin(self, key: TuningKey) -> None:
+        """Have the measurer start and prepare a key meanwhile, if it can."""
         begin = getattr(self.measurer, "begin", None)
         if begin is not None:
-            begin()
+            begin(key)
 
     def close(self) -> None:
         """End what was started; used again, it starts afresh."""

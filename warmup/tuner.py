@@ -29,7 +29,7 @@ from portable_backend.warmup.pipeline import Ahead, Pipeline
 from portable_backend.warmup.preparation import Prepared, Preparer
 from portable_backend.warmup.records import TuningKey, TuningRecord
 from portable_backend.warmup.search import Budget, SearchResult, Trial, search
-from portable_backend.warmup.shares import Shares
+from portable_backend.warmup.shares import NO_WAITS, Shares, Waits
 from portable_backend.warmup.store import RecordStore
 from portable_backend.warmup.strategies import make_strategy
 from portable_backend.warmup.tools import Confirmation, Recipe, Tools
@@ -84,6 +84,15 @@ class Tuner:
         self._tools: Tools | None = None
         self._confirm_s = 0.5  # what confirming one config takes
         self._preparer = Preparer(self.options)
+        self._expected: list[TuningKey] = []
+        self._is_warm = False  # whether compilers and measurer have started
+
+    def expect(self, keys: Iterable[TuningKey]) -> None:
+        """Have defaults of units to come compile after the next two's first configs.
+
+        They share a few binaries, for each of which a unit would wait otherwise.
+        """
+        self._expected = list(keys)
 
     @property
     def tools(self) -> Tools:
@@ -92,6 +101,7 @@ class Tuner:
         return self._tools
 
     def close(self) -> None:
+        self._is_warm = False
         if self._tools is not None:
             self._tools.close()
 
@@ -108,6 +118,7 @@ class Tuner:
         seconds: float | None = None,
         *,
         upcoming: TuningKey | None = None,
+        waits: Waits = NO_WAITS,
     ) -> Outcome:
         """Tune one unit and write its record.
 
@@ -115,18 +126,23 @@ class Tuner:
             task: the unit.
             seconds: for all of it; None: no limit.
             upcoming: the next unit, of which something may be compiled already.
+            waits: how much longer it may take, where it waits for others.
 
         Returns:
             What became of it. KeyboardInterrupt returns as well ("interrupted"), and
             so do tools that break ("failed").
         """
         self.on_event(Event("started", task.key))
-        outcome = self._try(task, seconds, upcoming)
+        outcome = self._try(task, seconds, upcoming, waits)
         self.on_event(Event("finished", task.key, outcome.counts, outcome=outcome))
         return outcome
 
     def _try(
-        self, task: Task, seconds: float | None, upcoming: TuningKey | None
+        self,
+        task: Task,
+        seconds: float | None,
+        upcoming: TuningKey | None,
+        waits: Waits,
     ) -> Outcome:
         spent, reason = 0.0, ""
         for attempt in range(self.options.attempts):
@@ -136,6 +152,7 @@ class Tuner:
                 started = tools.clock()
                 left = None if seconds is None else max(0.0, seconds - spent)
                 job = _Job(self, tools, task.key, left, upcoming, again=not attempt)
+                job.waits = waits
                 outcome = job.run()
                 return replace(outcome, seconds=spent + tools.clock() - started)
             except KeyboardInterrupt:
@@ -161,13 +178,16 @@ def tune(
     clock = tuner.tools.clock if tasks else (lambda: 0.0)
     shares = Shares(tasks, budget_s, clock=clock)
     outcomes: list[Outcome] = []
+    tuner.expect(task.key for task in tasks[1:])
     for task, following in itertools.zip_longest(tasks, tasks[1:]):
         seconds = shares.grant(task)
         if seconds == 0.0:
             outcome = Outcome(task.key, "unreached", "no time was left")
         else:
             upcoming = following.key if following else None
-            outcome = tuner.tune_unit(task, seconds, upcoming=upcoming)
+            outcome = tuner.tune_unit(
+                task, seconds, upcoming=upcoming, waits=shares.waits(task)
+            )
             shares.settle(task, outcome.seconds)
         outcomes.append(outcome)
         if outcome.state == "interrupted":
@@ -191,7 +211,7 @@ class _Job:
     ) -> None:
         self.tuner, self.tools, self.key = tuner, tools, key
         self.options, self.seconds = tuner.options, seconds
-        self.upcoming = upcoming
+        self.upcoming, self.waits = upcoming, NO_WAITS
         self.again = again and tuner.options.again
         self.started = tools.clock()
         self.considered = self.pruned = 0
@@ -206,9 +226,9 @@ class _Job:
             return Outcome(key, "known", record=known)
         self.default = prepared.default
         self.considered, self.pruned = len(prepared.members), len(prepared.pruned)
+        tools.begin(key)
         if self.upcoming is not None:
             self.tuner._preparer.begin(self.upcoming, tools)
-        tools.begin()
         try:
             log = self._log(prepared)
         except LogMismatchError as error:
@@ -262,12 +282,7 @@ class _Job:
                 path.unlink(missing_ok=True)
             log = TrialLog(path, header)
             if prepared.pruned:
-                rows = [
-                    {"config": config.to_dict(), "reason": reason}
-                    for config, reason in prepared.pruned
-                ]
-                lines = "".join(json.dumps(row) + "\n" for row in rows)
-                path.with_suffix(".pruned").write_text(lines)
+                path.with_suffix(".pruned").write_text(prepared.pruned_lines)
             return log
         except OSError as error:
             self._note(f"no trial log, so it cannot be resumed: {error}")
@@ -288,8 +303,15 @@ class _Job:
         def submit(configs: Iterable[KernelConfig]) -> None:
             pipeline.submit(config for config in configs if config not in done)
 
+        starts: list[KernelConfig] = []
         if options.warm_start:
-            submit(self._starts(space, estimated))  # while the cost model learns
+            starts = self._starts(space, estimated)
+            submit(starts)  # while the cost model learns
+        if not self.tuner._is_warm:
+            if options.warm_start:
+                submit(estimated[: 2 * self._batch()])  # as many as it will ask for
+            self._get_warm(pipeline, [c for c in starts if c not in done])
+        self._compile_expected()
         strategy = make_strategy(
             options.chosen,
             space,
@@ -304,27 +326,61 @@ class _Job:
             best = strategy.best()
             incumbent = best.config if best else self.default
             if not self.trials:
-                self._compile_upcoming(())
+                self._compile_upcoming()
             for trial in pipeline.measure(proposals, incumbent):
                 self.trials.append(trial)
                 yield trial
                 self._report(strategy.best())
 
+        is_enough = self._is_enough()
         seconds = None
         if self.seconds is not None:
             finals_s = options.finalists * self.tuner._confirm_s
             left = self.seconds - (tools.clock() - self.started)
             # The log's seconds were those of an earlier budget.
-            seconds = logged_s + max(0.0, max(0.6 * left, left - finals_s))
+            search_s = max(0.0, max(0.6 * left, left - finals_s))
+            seconds = logged_s + search_s
+            # The search begins a moment later.
+            pipeline.until = tools.clock() + search_s + self.waits.compile_s + 0.01
         return search(
             ahead,
             measure,
             Budget(seconds=seconds, trials=options.cost),
             log,
-            batch=options.batch,
-            stop=self._is_enough(),
-            clock=tools.clock,
+            batch=self._batch(),
+            stop=is_enough,
+            clock=lambda: tools.clock() - min(pipeline.waited_s, self.waits.compile_s),
         )
+
+    def _get_warm(
+        self,
+        pipeline: Pipeline,
+        starts: Sequence[KernelConfig],
+    ) -> None:
+        """Wait for what any first unit would wait for: that time is not this one's.
+
+        Behind this unit's first configs the next one's compile, and only then the
+        defaults of those that come late.
+        """
+        began = self.tools.clock()
+        prepared = self._upcoming_prepared(wait=True)
+        self._compile_upcoming(prepared)
+        self._compile_expected()
+        pipeline.wait(starts)
+        self._roof_us()  # once the measurer has made the inputs
+        self.tuner._is_warm = True
+        self.started += min(self.waits.start_s, self.tools.clock() - began)
+
+    def _roof_us(self) -> float | None:
+        roof_us: Callable[[TuningKey], float | None] | None
+        roof_us = getattr(self.tools.measurer, "roof_us", None)
+        return None if roof_us is None else roof_us(self.key)
+
+    def _batch(self) -> int:
+        """Configs at a time: no more than compile in the time that there is."""
+        if self.seconds is None:
+            return self.options.batch
+        return min(self.options.batch, max(4, int(2 * self.seconds)))
 
     def _starts(
         self, space: ListedSpace, estimated: Sequence[KernelConfig]
@@ -354,7 +410,7 @@ class _Job:
     ) -> list[KernelConfig]:
         if not self.options.warm_start:
             return []
-        return warm_ranking(
+        ranking = warm_ranking(
             self.key,
             space.configs,
             self.tools.device,
@@ -363,10 +419,13 @@ class _Job:
             estimated=estimated,
             ready=self._ready,
         )
+        # What is compiled is timed while the others compile.
+        ready = frozenset(self._ready(ranking))
+        return sorted(ranking, key=lambda config: config not in ready)
 
     def _is_enough(self) -> Callable[[Trial], bool]:
         """Ends a search that has reached the roof, or that goes on in vain."""
-        roof_us = getattr(self.tools.measurer, "roof_us", lambda key: None)(self.key)
+        roof_us = self._roof_us()
         full, patience = self.tools.rounds, self.options.patience_in_trials
         leader: KernelConfig | None = None
         since = 0
@@ -389,14 +448,16 @@ class _Job:
         winner: tuple[float, KernelConfig, Confirmation] | None = None
         confirmed = 0
         ranked = fastest(result.trials, self.tools.rounds)
-        self._compile_upcoming(ranked[: self.options.batch])
+        slower = self._clearly_slower(result.trials)
+        prepared = self._upcoming_prepared(wait=False)
+        self._compile_upcoming(prepared, ranked[: self.options.batch])
         for config in ranked:
             if (
                 confirmed == self.options.finalists
                 or len(wrong) > self.options.finalists
             ):
                 break
-            if config == self.default:
+            if config == self.default or config in slower:
                 continue
             found = self._confirm(config)
             if found.wrong is not None:
@@ -420,17 +481,50 @@ class _Job:
             return self._outcome("failed", reason, stopped=result.stopped)
         return self._recorded("default", self.default, found, result.stopped)
 
-    def _compile_upcoming(self, ranked: Sequence[KernelConfig]) -> None:
-        """Have the next unit's default compile, and what it will probably try first."""
+    def _clearly_slower(self, trials: Iterable[Trial]) -> set[KernelConfig]:
+        """Configs that are worth it only if trials are off by twice the least gain."""
+        full = [t for t in trials if t.time_us and t.rounds >= self.tools.rounds]
+        ours = [t.time_us or 0.0 for t in full if t.config == self.default]
+        limit_us = max(ours, default=math.inf) * (1 + self.options.min_gain)
+        return {t.config for t in full if t.time_us and t.time_us > limit_us}
+
+    def _compile_expected(self) -> None:
+        keys, self.tuner._expected = self.tuner._expected, []
+        compiler = self.tools.compiler
+        if compiler is None:
+            return
+        for key in keys:
+            try:
+                compiler.submit(key, [self.tools.catalog.default(key)])
+            except BREAKDOWNS as error:  # which that unit meets itself
+                logger.debug("%s: not compiled ahead: %s", key, error)
+
+    def _upcoming_prepared(self, *, wait: bool) -> Prepared | None:
+        if self.upcoming is None:
+            return None
+        return self.tuner._preparer.look(self.upcoming, wait=wait)
+
+    def _compile_upcoming(
+        self, prepared: Prepared | None = None, ranked: Sequence[KernelConfig] = ()
+    ) -> None:
+        """Have the next unit's default compile, and what it will probably try first.
+
+        Args:
+            prepared: what is known of it; None: its default and records alone count.
+            ranked: the best of this unit, which the next one tries if it can.
+        """
         key, compiler = self.upcoming, self.tools.compiler
         if key is None or compiler is None:
             return
         try:
-            members = frozenset(self.tools.catalog.configs(key))
+            catalog = self.tools.catalog
+            members = frozenset(catalog.configs(key))
             near = ranked if key.kernel == self.key.kernel else ()
+            if prepared is not None and self.options.warm_start:
+                near = near or prepared.estimated[: self._batch()]
             records = [record for _, record in self.tuner.store.records(key.kernel)]
             starts = sure_starts(key, members, self.tools.device, records=records)
-            chosen = [self.tools.catalog.default(key), *near, *starts]
+            chosen = [catalog.default(key), *near, *starts]
             compiler.submit(key, [config for config in chosen if config in members])
         except BREAKDOWNS as error:  # which the next unit meets itself
             logger.debug("%s: not compiled ahead: %s", key, error)

@@ -33,8 +33,21 @@ class Workload(Protocol):
     roof_us: float | None
     error_limit: float
 
-    def check(self, config: KernelConfig, seed: int) -> Check:
-        """Run on fresh inputs drawn from `seed`, and compare with the oracle."""
+    def check(self, config: KernelConfig, seed: int, *, reuse: bool = False) -> Check:
+        """Run on fresh inputs drawn from `seed`, and compare with the oracle.
+
+        Args:
+            config: to run.
+            seed: of what is drawn; above 0 with `reuse`, and another one each time.
+            reuse: whether inputs of earlier such checks may be among them, and these
+                be kept, where that saves time. Some are fresh all the same.
+        """
+
+    def draw_ahead(self) -> None:
+        """Draw what the first check that may reuse inputs would, as if its seed were 0.
+
+        While the first config compiles there is time for that.
+        """
 
     def contestant(self, config: KernelConfig) -> Contestant:
         """Calls to time, over enough inputs that the L2 cache is cold."""
