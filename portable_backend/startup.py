@@ -324,16 +324,16 @@ def _norm_shape(
     model_config: Any, config: Mapping[str, Any], parallel_config: Any
 ) -> ModelShape:
     dtype = _DTYPE_NAMES[model_config.dtype]
-    ranks = getattr(parallel_config, "tensor_parallel_size", 1)
+    num_ranks = getattr(parallel_config, "tensor_parallel_size", 1)
     try:
-        shape = shape_of_config(config, "", tensor_parallel_size=ranks, dtype=dtype)
+        shape = shape_of_config(config, "", tensor_parallel_size=num_ranks, dtype=dtype)
     except ValueError as error:
         # Not a layout that we read: at least the norms that every model has.
         logger.debug("norms of heads are not looked for: %s", error)
         hidden_size = model_config.get_hidden_size()
         norms = tuple(NormShape(hidden_size, fused, 1, 1) for fused in (True, False))
         shape = ModelShape(
-            "", dtype, hidden_size, 1, hidden_size, 1, 1, ranks, 1, norms, ()
+            "", dtype, hidden_size, 1, hidden_size, 1, 1, num_ranks, 1, norms, ()
         )
     return replace(shape, windows=(), max_model_len=1, num_layers=1)
 

@@ -61,10 +61,10 @@ class Pipeline:
         self.tools, self.key, self.default, self._note = tools, key, default, note
         self._readouts: dict[KernelConfig, Any] = {}
         self._compiler = tools.compiler
-        self.waited_s = 0.0  # for compilers, before configs could be measured
-        self.until: float | None = (
-            None  # by the tools' clock, no compiler is waited for
-        )
+        # For compilers, before configs could be measured; and when, by the tools'
+        # clock, none is waited for any longer.
+        self.waited_s = 0.0
+        self.until: float | None = None
 
     def submit(self, configs: Iterable[KernelConfig]) -> None:
         if self._compiler is not None:
