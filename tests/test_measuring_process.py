@@ -4,6 +4,7 @@
 import json
 import math
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -112,8 +113,19 @@ def test_a_workload_is_made_meanwhile_once_and_no_reply_is_taken_for_another(
         assert asked[2:] == ["prepare", "prepare", "trial", "prepare", "trial"]
         (good,) = trials(measuring, "good", key=other)
         assert good.invalid is None
+
+
+@pytest.mark.parametrize("has_answered", [False, True])
+def test_a_process_that_dies_meanwhile_is_no_candidates_fault(has_answered):
+    with process() as measuring:
+        (good,) = trials(measuring, "good")
+        assert good.invalid is None
         measuring.begin(make_key(row_size=80))
+        child = measuring._child
+        if has_answered:
+            assert select.select([child._replies], [], [], 60)[0]
         os.kill(pid_of(measuring), signal.SIGKILL)
+        child._process.wait(60)
         (good,) = trials(measuring, "good")
         assert good.invalid is None, good.reason
 

@@ -111,6 +111,10 @@ class Child:
         """
         return self._wait("result", limit_s, memory_mib)
 
+    def has_ended(self) -> bool:
+        """Whether the process is gone, even where nothing has been heard of that."""
+        return not self.is_alive or self._process.poll() is not None
+
     def end(self) -> None:
         """Kill the process and all that it started."""
         if self._requests < 0:

@@ -381,7 +381,7 @@ class MeasuringProcess:
             # It is for another key, whose turn does not come.
             with contextlib.suppress(Failure):
                 child.answer(self.prepare_limit_s, self.host_memory_mib)
-            if not child.is_alive:
+            if child.has_ended():
                 self.close()
                 child = self._running()
         try:
