@@ -27,9 +27,10 @@ from portable_backend.warmup.compilation import (
     distinct,
     forget_compiled,
     ordinary_run,
-    replaced_here,
     target_of,
 )
+from portable_backend.warmup.launchers import build_launcher
+from portable_backend.warmup.replacing import replaced_here
 
 _MODULES = "portable_backend.kernels."
 # What is left out where binaries are compared: paths of the installation.
@@ -184,6 +185,7 @@ def compile_binary(binary: Binary, device: DeviceInfo) -> int:
         compiled = triton.compile(
             source_of(binary), target=target_of(device), options=dict(binary.options)
         )
+    build_launcher(compiled, device)
     return int(compiled.metadata.shared)
 
 

@@ -43,7 +43,9 @@ from portable_backend.kernels.config import KernelConfig
 from portable_backend.kernels.kv_cache import write_kv_cache
 from portable_backend.kernels.rms_norm import rms_norm
 from portable_backend.warmup.kernel_specs import DTYPES, spec_of
+from portable_backend.warmup.launchers import build_launcher
 from portable_backend.warmup.records import TuningKey
+from portable_backend.warmup.replacing import REPLACING, replaced, replaced_here
 from portable_backend.warmup.resources import Readout, programs_per_unit
 
 # The kernels whose names in the source are not those of keys.
@@ -52,8 +54,6 @@ _NAMES = {"kv_cache": "write_kv_cache"}
 _KV_BLOCK_SIZES = (16, 64)
 _MAX_DECODE_QUERY_LEN = 8  # AttentionPlanner's default
 ordinary_run: Any = getattr(JITFunction, "run", None)
-# Who replaces parts of Triton also puts them back, before the next one comes.
-_REPLACING = threading.RLock()
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,48 +181,13 @@ def compiler_for(device: DeviceInfo) -> Iterator[None]:
             "Triton's interpreter compiles nothing; unset TRITON_INTERPRET before "
             "Python starts"
         )
-    with _REPLACING:
+    with REPLACING:
         target = _TargetDriver(device, vars(driver)["_active"])
         with replaced(driver, "_active", target):
             try:
                 yield
             finally:
                 target.end()
-
-
-@contextlib.contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """An attribute has another value for a while."""
-    before = vars(owner)[name]
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
-@contextlib.contextmanager
-def replaced_here(
-    owner: Any, name: str, stand_in: Callable[..., Any]
-) -> Iterator[None]:
-    """A function or class method is another one for a while, in this thread alone.
-
-    Whoever keeps a reference has the ordinary one afterwards.
-    """
-    ordinary = vars(owner)[name]
-    of_class = isinstance(ordinary, classmethod)
-    function = ordinary.__func__ if of_class else ordinary
-    thread: int | None = threading.get_ident()
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        chosen = stand_in if threading.get_ident() == thread else function
-        return chosen(*args, **kwargs)
-
-    with _REPLACING, replaced(owner, name, classmethod(call) if of_class else call):
-        try:
-            yield
-        finally:
-            thread = None
 
 
 def _forget_lookups(module: ModuleType) -> None:
@@ -395,6 +360,7 @@ def _compile(launch: KernelLaunch, device: DeviceInfo) -> Any:
         compiled = ordinary_run(
             launch.function, *launch.args, grid=(1,), warmup=True, **launch.kwargs
         )
+    build_launcher(compiled, device)
     # Thousands are compiled one after the other; the cache on disk keeps them.
     forget_compiled([launch], device)
     return compiled
