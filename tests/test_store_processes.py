@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from record_fakes import GPU, log_lines, make_key, make_record
 
+from portable_backend.warmup import layers
 from portable_backend.warmup.layers import WritableLayer
 from portable_backend.warmup.store import RecordStore
 
@@ -49,7 +50,8 @@ def _read_until(folder, done, reads):
 
 
 @pytest.mark.parametrize("entries", [200, pytest.param(1000, marks=pytest.mark.long)])
-def test_eight_processes_write_records_and_none_is_lost(entries, tmp_path):
+def test_eight_processes_write_records_and_none_is_lost(entries, tmp_path, monkeypatch):
+    monkeypatch.setattr(layers, "LOCK_TIMEOUT_S", 300.0)  # however busy the disk is
     WritableLayer("", tmp_path).append(make_record(make_key(0, num_seqs=0)))
     done = FORK.Event()
     counts = [FORK.Value("i", 0) for _ in range(READERS)]

@@ -31,8 +31,9 @@ from portable_backend.warmup.tables import (
 logger = logging.getLogger("vllm.portable_backend.records")
 TABLE, JOURNAL, LOCK = ".json", ".journal", ".lock"
 PORTFOLIO, DAMAGED = ".portfolio.json", ".damaged"
-# Holding a lock takes milliseconds: who waits this long waits for a stopped process.
-LOCK_TIMEOUT_S = 10.0
+# Holding a lock takes milliseconds, or as long as a busy disk takes to sync: who waits
+# this long waits for a stopped process.
+LOCK_TIMEOUT_S = 30.0
 MAX_FILE_BYTES = 1 << 28
 
 
