@@ -274,9 +274,12 @@ def test_trials_are_on_metrics(tmp_path):
 
 
 def test_choices_tell_how_far_it_is(tmp_path, monkeypatch):
+    from backend_fakes import modules
+
     from portable_backend import background_tuning
     from portable_backend.worker_extension import PortableWorkerExtension
 
+    modules()  # imported later, they would keep the settings below
     settings = Settings.from_env({"PORTABLE_BACKEND_TUNE": "background"})
     monkeypatch.setattr("portable_backend.settings.get_settings", lambda: settings)
     state = background_tuning._State(status={"state": "tuning", "trials": 3})

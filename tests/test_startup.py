@@ -30,8 +30,11 @@ with turn(Path(sys.argv[1])):
 @pytest.fixture
 def startup(monkeypatch):
     pytest.importorskip("vllm", reason="needs the back end, and so vLLM")
+    from backend_fakes import modules
+
     from portable_backend import startup
 
+    modules()  # imported later, they would keep the settings below
     monkeypatch.setattr(startup, "_start", startup._Start())
     ahead = Settings.from_env({"PORTABLE_BACKEND_COMPILE_AHEAD": "on"})
     for place in ("portable_backend.settings", "portable_backend.startup"):
@@ -45,8 +48,9 @@ def build():
     pytest.importorskip("vllm", reason="needs the back end, and so vLLM")
     from backend_fakes import make_impl, make_spec, make_vllm_config, modules
 
+    pb = modules()
+
     def build(**impl):
-        pb = modules()
         config = make_vllm_config([make_impl(pb, **impl)])
         return pb.Builder(make_spec(), ["layer0"], config, torch.device("cpu"))
 
