@@ -6,6 +6,7 @@ tokens without gaps, whatever the size and number of heads.
 """
 
 import math
+from bisect import bisect_left
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from portable_backend.kernels.kv_cache_space import (
     default_config,
     default_configs,
 )
+from portable_backend.kernels.served import write_steps
 
 __all__ = [
     "DTYPES",
@@ -123,7 +125,8 @@ def write_kv_cache(
             Slots past the cache are the caller's fault: refused on a CPU, where looking
             is cheap; elsewhere nobody looks.
         k_scale, v_scale: of fp8 caches; ignored for caches that are not quantised.
-        config: launch parameters; None means default_config().
+        config: launch parameters; None: what the engine has chosen (`served.py`), else
+            default_config().
 
     Raises:
         ValueError: a shape, dtype, stride or device does not fit, before any launch.
@@ -213,24 +216,35 @@ class _Binding:
         self.counts_ptr = self.counts.data_ptr()
         self.gate = gate_for(key.device, info.platform)
         self.interpreted = info.platform == "interpreter"
-        # Up to VECTOR_BUCKET vectors, and more.
+        chosen = write_steps(key.dtype, head_size, num_kv_heads)
+        # The most vectors of each launch; the last one has no bound.
+        self.sizes = [VECTOR_BUCKET]
+        if config is None:
+            per_token = self.vectors_per_token
+            self.sizes = sorted({VECTOR_BUCKET, *(n * per_token for n in chosen.sizes)})
         self.launches: list[tuple[Launch, int]] = []
-        for size in (VECTOR_BUCKET, VECTOR_BUCKET + 1):
-            used = config or default_config(num_vectors=size, device=info)
+        launches: dict[KernelConfig, Launch] = {}
+        for size in (*self.sizes, self.sizes[-1] + 1):
+            used = (
+                config
+                or chosen.at(cdiv(size, self.vectors_per_token))
+                or default_config(num_vectors=size, device=info)
+            )
             vectors = _vectors_of(used)
             options = used.options(info.platform)
             early = bool(options.get("launch_pdl"))
-            launch = Launch(
-                _write_kv_cache_kernel,
-                self.constants | {"VECTORS": vectors, "EARLY_START": early},
-                options,
-                self.gate,
-            )
-            self.launches.append((launch, vectors))
+            if used not in launches:
+                launches[used] = Launch(
+                    _write_kv_cache_kernel,
+                    self.constants | {"VECTORS": vectors, "EARLY_START": early},
+                    options,
+                    self.gate,
+                )
+            self.launches.append((launches[used], vectors))
 
     def launch_for(self, num_vectors: int) -> tuple[Launch, int]:
         """The launch, and how many vectors a program takes."""
-        launch, vectors = self.launches[num_vectors > VECTOR_BUCKET]
+        launch, vectors = self.launches[bisect_left(self.sizes, num_vectors)]
         if not self.interpreted:
             return launch, vectors
         # The interpreter compiles nothing, so tiles may follow each call's size.
@@ -249,6 +263,11 @@ def _vectors_of(config: KernelConfig) -> int:
 
 
 _BINDINGS = Bindings()
+
+
+def forget_bindings() -> None:
+    """Choose configs anew; compiled kernels stay."""
+    _BINDINGS.clear()
 
 
 def _check(

@@ -47,6 +47,7 @@ from portable_backend.kernels.rms_norm_space import (
     default_config,
     row_bucket,
 )
+from portable_backend.kernels.served import norm_config
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -191,7 +192,8 @@ def rms_norm(
         residual: like x; its dtype is x's.
         out: like x, may be x itself; None allocates.
         residual_out: like x, may be residual itself; None allocates.
-        config: launch parameters; None means default_config().
+        config: launch parameters; None: what the engine has chosen (`served.py`), else
+            default_config().
 
     Returns:
         out, or (out, residual_out) where residual_out = x + residual in x's dtype.
@@ -298,6 +300,8 @@ class _Binding:
             return
         info = DeviceInfo.detect(x.device)
         if config is None:
+            config = norm_config(x.dtype, row_size, fused, self.num_rows)
+        if config is None:
             config = default_config(
                 row_size=row_size,
                 num_rows=BUCKET_SIZES[row_bucket(self.num_rows)],
@@ -347,6 +351,11 @@ class _Binding:
 
 _BINDINGS = Bindings()
 _LAUNCHES = Bindings()
+
+
+def forget_bindings() -> None:
+    """Choose configs anew; compiled kernels stay."""
+    _BINDINGS.clear()
 
 
 def _tile_of(config: KernelConfig) -> tuple[int, int]:

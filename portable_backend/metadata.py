@@ -29,6 +29,7 @@ from portable_backend.errors import UnsupportedError
 from portable_backend.kernels import AttentionPlanner, PagedBatch
 from portable_backend.kernels._checks import differences
 from portable_backend.tuned import configs_for_engine, model_of, tell_choices
+from portable_backend.tuned_rows import serve_recorded
 from portable_backend.warmup.activity import Beacon
 from portable_backend.warmup.buckets import EngineLimits
 from portable_backend.warmup.model_shapes import ModelShape
@@ -107,6 +108,7 @@ class PortableMetadataBuilder(AttentionMetadataBuilder[PortableMetadata]):
         self.has_drafts = vllm_config.speculative_config is not None
         if settings.get_settings().tune == "startup":
             _tune_missing(vllm_config, keys, kv_cache_spec.block_size, device, limits)
+        engine_limits = limits_of(vllm_config, kv_cache_spec.block_size)
         self._beacon: Beacon | None = None
         if settings.get_settings().tune == "background":
             self._beacon = _beacon_for(
@@ -116,6 +118,15 @@ class PortableMetadataBuilder(AttentionMetadataBuilder[PortableMetadata]):
             key: _planner(key, vllm_config, kv_cache_spec.block_size, device, limits)
             for key in sorted(keys, key=repr)
         }
+        serve_recorded(
+            vllm_config,
+            [
+                model_of(**layer_of(key, vllm_config), limits=engine_limits)
+                for key in self.planners
+            ],
+            engine_limits,
+            device,
+        )
         tell_choices(self.planners.values())
         if settings.get_settings().compile_ahead == "on":
             self._compile_ahead(vllm_config, impls)

@@ -29,6 +29,7 @@ from triton import knobs
 from portable_backend import plugin, ranks
 from portable_backend.device import DeviceInfo
 from portable_backend.engine_config import drafts_of
+from portable_backend.engine_norms import norms_of
 from portable_backend.kernels import AttentionPlanner
 from portable_backend.kernels.attention import capturing
 from portable_backend.kernels.config import AttentionConfig
@@ -43,7 +44,7 @@ from portable_backend.warmup.compilation import KernelLaunch
 from portable_backend.warmup.cpus import usable_cpus
 from portable_backend.warmup.early_warming import EarlyWarming
 from portable_backend.warmup.kernel_specs import DTYPES
-from portable_backend.warmup.model_shapes import ModelShape, NormShape, shape_of_config
+from portable_backend.warmup.model_shapes import ModelShape
 from portable_backend.warmup.model_traits import ModelTraits, traits_of_config
 from portable_backend.warmup.report import StartupReport, write_report
 from portable_backend.warmup.serving_configs import ServingConfigs
@@ -302,40 +303,10 @@ def _needs_of_norms(vllm_config: Any, num_drafts: int) -> list[Needs]:
         max_num_batched_tokens=scheduler.max_num_batched_tokens,
         speculative_tokens=num_drafts,
     )
-    parallel = vllm_config.parallel_config
-    models = [(vllm_config.model_config, parallel)]
-    speculative = vllm_config.speculative_config
-    drafter = getattr(speculative, "draft_model_config", None)
-    if drafter is not None:
-        of_drafter = getattr(speculative, "draft_parallel_config", None)
-        models.append((drafter, of_drafter or parallel))
-    found = []
-    for model_config, parallel_config in models:
-        text = getattr(model_config, "hf_text_config", None)
-        if text is None:
-            continue
-        config = text.to_dict()
-        shape = _norm_shape(model_config, config, parallel_config)
-        found.append(Needs(shape, traits_of_config(config), limits))
-    return found
-
-
-def _norm_shape(
-    model_config: Any, config: Mapping[str, Any], parallel_config: Any
-) -> ModelShape:
-    dtype = _DTYPE_NAMES[model_config.dtype]
-    num_ranks = getattr(parallel_config, "tensor_parallel_size", 1)
-    try:
-        shape = shape_of_config(config, "", tensor_parallel_size=num_ranks, dtype=dtype)
-    except ValueError as error:
-        # Not a layout that we read: at least the norms that every model has.
-        logger.debug("norms of heads are not looked for: %s", error)
-        hidden_size = model_config.get_hidden_size()
-        norms = tuple(NormShape(hidden_size, fused, 1, 1) for fused in (True, False))
-        shape = ModelShape(
-            "", dtype, hidden_size, 1, hidden_size, 1, 1, num_ranks, 1, norms, ()
-        )
-    return replace(shape, windows=(), max_model_len=1, num_layers=1)
+    return [
+        Needs(shape, traits_of_config(config), limits)
+        for shape, config in norms_of(vllm_config)
+    ]
 
 
 # Getting it

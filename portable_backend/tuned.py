@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which configs an engine's attention runs with: from tuning records, chosen once.
 
+(Those of norms and cache writes: `tuned_rows.py`.)
+
 Choices are made while the engine starts, from files alone, and hold until it ends;
 `start_tuning.py` may have tuned what was missing before.
 Whatever is wrong with the files, the engine starts, with the kernels' defaults. Of the
@@ -11,7 +13,7 @@ import functools
 import hashlib
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass, field
 from typing import Any
 
@@ -92,18 +94,46 @@ def configs_for_engine(
         dtype=dtype,
         limits=limits,
     )
-    decide = functools.partial(_decide, model, limits, device, max_num_seqs)
+
+    def choose(lookup: Lookup, info: DeviceInfo) -> list[Any]:
+        found = _choose(lookup, model, limits, info, max_num_seqs)
+        return [[astuple(kind), config.to_dict()] for kind, config in found.items()]
+
+    return {
+        StepKind(*kind): AttentionConfig.from_dict(config)
+        for kind, config in decide_for_all(choose, device)
+    }
+
+
+def decide_for_all(
+    choose: Callable[[Lookup, DeviceInfo], list[Any]], device: torch.device
+) -> list[Any]:
+    """What the first rank of a tensor-parallel group chooses; nothing where it cannot.
+
+    All ranks must call it equally often and in the same order.
+
+    Args:
+        choose: called on the first rank alone; gives what JSON can hold.
+        device: where the configs run.
+    """
     limit_s, settings = RANKS_LIMIT_S, get_settings()
     if settings.tune == "startup":  # which the first rank does before it decides
         limit_s += 1.1 * settings.tune_budget_s
-    decision = ranks.from_first_rank(decide, limit_s)
+    decision = ranks.from_first_rank(lambda: _decide(choose, device), limit_s)
     if decision is None:
         decision = _decision(note="the first rank's choice has not come")
     _told.grades, _told.note = decision["grades"], decision["note"]
-    return {
-        StepKind(*kind): AttentionConfig.from_dict(config)
-        for kind, config in decision["configs"]
-    }
+    chosen: list[Any] = decision["chosen"]
+    return chosen
+
+
+def note_choice(name: str, chosen: Any) -> None:
+    """Have `choices` tell of more than planners' configs.
+
+    Args:
+        chosen: what JSON can hold; the same on all ranks.
+    """
+    _told.choices[name] = chosen
 
 
 def model_of(
@@ -217,7 +247,7 @@ def likely_lookup(device: DeviceInfo) -> Lookup:
 
 
 def _decide(
-    model: ModelShape, limits: EngineLimits, device: torch.device, max_num_seqs: int
+    choose: Callable[[Lookup, DeviceInfo], list[Any]], device: torch.device
 ) -> dict[str, Any]:
     """The first rank's choice for all; never raises."""
     if get_settings().tune == "off":
@@ -225,8 +255,7 @@ def _decide(
     try:
         info = DeviceInfo.detect(device)
         lookup = _lookup(info)
-        found = _choose(lookup, model, limits, info, max_num_seqs)
-        return _decision(found, lookup.grade_counts())
+        return _decision(choose(lookup, info), lookup.grade_counts())
     except Exception as error:  # files and environments of any kind: serve all the same
         logger.warning(
             "tuning records cannot be used, default configs serve; see "
@@ -237,13 +266,11 @@ def _decide(
 
 
 def _decision(
-    configs: Configs | None = None,
+    chosen: list[Any] | None = None,
     grades: dict[str, dict[str, int]] | None = None,
     note: str = "",
 ) -> dict[str, Any]:
-    """As JSON can hold it."""
-    rows = [[astuple(k), config.to_dict()] for k, config in (configs or {}).items()]
-    return {"configs": rows, "grades": grades or {}, "note": note}
+    return {"chosen": chosen or [], "grades": grades or {}, "note": note}
 
 
 def _choose(

@@ -22,7 +22,7 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from portable_backend import likely_layers, startup, tuned
+from portable_backend import engine_norms, likely_layers, startup, tuned
 from portable_backend.device import DeviceInfo
 from portable_backend.kernels.config import KernelConfig
 from portable_backend.kernels.plan import StepKind, default_config
@@ -218,9 +218,9 @@ def test_norms_are_prepared_where_they_serve(all_present, settings, norms):
 
 
 def test_norms_of_a_config_that_nobody_reads_have_the_hidden_size():
-    model_config = mock.Mock(dtype=next(iter(startup._DTYPE_NAMES)))
+    model_config = mock.Mock(dtype=next(iter(engine_norms._DTYPE_NAMES)))
     model_config.get_hidden_size.return_value = 640
-    shape = startup._norm_shape(model_config, {"n_embd": 640}, None)
+    shape = engine_norms.norm_shape(model_config, {"n_embd": 640}, None)
     assert {(norm.row_size, norm.fused_add) for norm in shape.norms} == {
         (640, True),
         (640, False),

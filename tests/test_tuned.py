@@ -193,11 +193,16 @@ def test_the_back_end_plans_with_recorded_configs(tuned, caplog):
     builder = make_builder(pb, [make_impl(pb)], torch.device("cpu"))
     (line,) = [x for x in caplog.messages if "choices" in x]
     assert line == (
-        "tuning records: decode exact 1, nearest 3; prefill default 2; choices "
+        "tuning records: decode exact 1, nearest 3; kv_cache default 3; "
+        "prefill default 2; choices "
         + tuned.module.choices()
     )
     (planner,) = builder.planners.values()
-    grades = {"decode": {"exact": 1, "nearest": 3}, "prefill": {"default": 2}}
+    grades = {
+        "decode": {"exact": 1, "nearest": 3},
+        "kv_cache": {"default": 3},
+        "prefill": {"default": 2},
+    }
     choices = {"choices": tuned.module.choices(), "grades": grades, "tune_s": 0.0}
     choices["background"] = {}
     assert PortableWorkerExtension().portable_choices() == choices
