@@ -140,8 +140,8 @@ def _tasks(
 ) -> list[Task]:
     """The keys that planners look up, by expected share of time.
 
-    No others: of those that `portable-backend tune` knows beyond these, this engine
-    would use nothing.
+    No others: of attention's that `portable-backend tune` knows beyond these, this
+    engine would use nothing. Norms and cache writes are left to that command.
     """
     tasks = []
     for model, num_layers in models.items():

@@ -22,8 +22,9 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from portable_backend import engine_norms, likely_layers, startup, tuned
+from portable_backend import engine_norms, likely_layers, startup, tuned, tuned_rows
 from portable_backend.device import DeviceInfo
+from portable_backend.kernels import served
 from portable_backend.kernels.config import KernelConfig
 from portable_backend.kernels.plan import StepKind, default_config
 from portable_backend.settings import Settings
@@ -92,6 +93,40 @@ def test_steps_compile_nothing_after_a_start(all_present, name):
     surprises = [str(binary) for binary in late.values()]
     assert not surprises, surprises
     assert startup._start.ready == set(prepared.values())
+
+
+@pytest.mark.parametrize("name", WALKS)
+def test_steps_compile_nothing_with_recorded_norms_and_writes(
+    all_present, monkeypatch, name
+):
+    """Each size has a config of its own, as records might give it."""
+    ordinary = tuned_rows._rows
+
+    class Recorded:
+        def choose(self, key):
+            nth = sorted(dict(key.sizes).values())[0].bit_length() % 3
+            values = {"ROWS": 2 << nth, "num_warps": 4}
+            if key.kernel == "kv_cache":
+                values = {"VECTORS": 64 << nth, "num_warps": 2}
+            return mock.Mock(grade="exact", config=KernelConfig.of(**values))
+
+    def rows(lookup, shapes, limits):
+        return ordinary(Recorded(), shapes, limits)
+
+    monkeypatch.setattr(tuned_rows, "_rows", rows)
+    prepared = {}
+    try:
+        late = walk(*WALKS[name], steps=120, on_start=prepared.update)
+    finally:
+        served.forget()
+    surprises = [str(binary) for binary in late.values()]
+    assert not surprises, surprises
+    ready = startup._start.ready
+    assert {b.parameters["VECTORS"] for b in ready if b.kernel == "write_kv_cache"} <= {
+        64, 128, 256
+    }  # fmt: skip
+    tiles = {b.parameters["ROWS"] for b in ready if b.kernel == "rms_norm"}
+    assert tiles and tiles <= {2, 4, 8}
 
 
 def test_a_cold_start_compiles_ahead_and_the_next_one_finds_it(

@@ -194,8 +194,7 @@ def test_the_back_end_plans_with_recorded_configs(tuned, caplog):
     (line,) = [x for x in caplog.messages if "choices" in x]
     assert line == (
         "tuning records: decode exact 1, nearest 3; kv_cache default 3; "
-        "prefill default 2; choices "
-        + tuned.module.choices()
+        "prefill default 2; choices " + tuned.module.choices()
     )
     (planner,) = builder.planners.values()
     grades = {
