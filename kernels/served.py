@@ -77,6 +77,11 @@ def _update(held: dict[_Key, Steps], new: Mapping[_Key, Steps]) -> bool:
     return bool(changed)
 
 
+def is_default() -> bool:
+    """Whether nothing was chosen."""
+    return not _served.norms and not _served.writes
+
+
 def forget() -> None:
     """Serve defaults again."""
     _served.norms.clear()

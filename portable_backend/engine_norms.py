@@ -6,11 +6,22 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from portable_backend import plugin
 from portable_backend.warmup.kernel_specs import DTYPES
 from portable_backend.warmup.model_shapes import ModelShape, NormShape, shape_of_config
 
 logger = logging.getLogger("vllm.portable_backend.startup")
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def norms_served(vllm_config: Any) -> list[ModelShape]:
+    """Shapes of the norms that our kernel serves; a failure is a warning."""
+    try:
+        if plugin.norm_is_enabled():
+            return [shape for shape, _ in norms_of(vllm_config)]
+    except Exception:  # of a config that is like no other
+        logger.warning("norms keep their default configs", exc_info=True)
+    return []
 
 
 def norms_of(vllm_config: Any) -> list[tuple[ModelShape, Mapping[str, Any]]]:

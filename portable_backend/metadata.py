@@ -25,6 +25,7 @@ from portable_backend.engine_config import (
     limits_of,
     step_limits,
 )
+from portable_backend.engine_norms import norms_served
 from portable_backend.errors import UnsupportedError
 from portable_backend.kernels import AttentionPlanner, PagedBatch
 from portable_backend.kernels._checks import differences
@@ -299,6 +300,8 @@ def _every_model(
 ) -> tuple[dict[ModelShape, int], EngineLimits]:
     """All kinds of layers of the engine and how many they are; what bounds its steps.
 
+    Norms are among them, as models without windows.
+
     Args:
         vllm_config: the engine's.
         keys: of a builder's layers, which need not be registered.
@@ -310,4 +313,5 @@ def _every_model(
         model_of(**layer_of(key, vllm_config), limits=engine_limits): counts[key]
         for key in sorted(keys | counts.keys(), key=repr)
     }
+    models |= dict.fromkeys(norms_served(vllm_config), 1)
     return models, engine_limits

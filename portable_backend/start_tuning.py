@@ -10,7 +10,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -44,6 +44,8 @@ logger = logging.getLogger("vllm.portable_backend.tuned")
 OPTIONS = TuneOptions(trials=128, candidates=2048, patience=48)
 # A candidate that hangs must not take a large share of the budget.
 _TRIAL_LIMIT_S = 5.0
+# Norms and cache writes come after attention: their defaults leave less to gain.
+_LATER = 1e-3
 
 
 @dataclass
@@ -68,7 +70,8 @@ def tune_missing(
     """Tune for the keys that these layers look up and lack; never raises.
 
     Args:
-        models: kinds of layers as `tuned.model_of` describes them, and how many.
+        models: kinds of layers as `tuned.model_of` describes them, and how many; those
+            without windows stand for a model's norms.
         limits: of the engine, its max_model_len known.
         max_num_seqs: requests of the largest step, graph padding included.
         device: where they run.
@@ -138,14 +141,14 @@ def _tune_missing(
 def _tasks(
     models: Mapping[ModelShape, int], limits: EngineLimits, max_num_seqs: int
 ) -> list[Task]:
-    """The keys that planners look up, by expected share of time.
+    """The keys that this engine looks up, by expected share of time.
 
-    No others: of attention's that `portable-backend tune` knows beyond these, this
-    engine would use nothing. Norms and cache writes are left to that command.
+    No others: of attention's that `portable-backend tune` knows beyond these, it would
+    use nothing.
     """
-    tasks = []
+    weights: dict[TuningKey, float] = defaultdict(float)
     for model, num_layers in models.items():
-        weights = {unit.key: unit.weight for unit in units_of(model, limits)}
+        units = {unit.key: unit.weight for unit in units_of(model, limits)}
         kinds = [k for k in StepKind.within(max_num_seqs) if not k.mixed]
         keys = dict.fromkeys(
             key
@@ -153,8 +156,13 @@ def _tasks(
             for kind in kinds
             for key in keys_for(model, limits, kind, window)
         )
-        tasks += [Task(key, num_layers * weights.get(key, 0.0)) for key in keys]
-    return tasks
+        for key in keys:
+            weights[key] += num_layers * units.get(key, 0.0)
+        rows = "kv_cache" if model.windows else "rms_norm"
+        for key, weight in units.items():
+            if key.kernel == rows:
+                weights[key] += num_layers * _LATER * weight
+    return [Task(key, weight) for key, weight in weights.items()]
 
 
 def _can_tune(info: DeviceInfo) -> bool:

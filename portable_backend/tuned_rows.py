@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from portable_backend import plugin, tuned
+from portable_backend import tuned
 from portable_backend.device import DeviceInfo
-from portable_backend.engine_norms import norms_of
+from portable_backend.engine_norms import norms_served
 from portable_backend.kernels import served
 from portable_backend.kernels.attention import capturing
 from portable_backend.kernels.config import KernelConfig
@@ -51,13 +51,7 @@ def serve_recorded(
         limits: of the engine.
         device: where they run.
     """
-    try:
-        shapes = [*models]
-        if plugin.norm_is_enabled():
-            shapes += [shape for shape, _ in norms_of(vllm_config)]
-    except Exception:  # of a config that is like no other
-        logger.warning("norms keep their default configs", exc_info=True)
-        shapes = []
+    shapes = [*models, *norms_served(vllm_config)]
 
     def choose(lookup: Lookup, _: DeviceInfo) -> list[Row]:
         return [*_rows(lookup, shapes, limits)]

@@ -8,6 +8,7 @@ triton is first imported: hence the environment is set while this file is import
 import importlib.util
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,15 @@ ON_GPU = GPU_COUNT > 0 and not INTERPRETING
 if not INTERPRETING:
     # Tests that make a builder would compile two dozen kernels for it.
     os.environ.setdefault("PORTABLE_BACKEND_COMPILE_AHEAD", "off")
+
+
+@pytest.fixture(autouse=True)
+def no_chosen_configs() -> Iterator[None]:
+    """What an engine of one test has chosen for norms serves no other test."""
+    yield
+    served = sys.modules.get("portable_backend.kernels.served")
+    if served is not None and not served.is_default():
+        served.forget()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -23,8 +23,8 @@ from portable_backend.warmup.background import status_path
 from portable_backend.warmup.buckets import decode_key
 
 pytestmark = pytest.mark.vllm
-DEFAULT = "decode default 4; prefill default 2"
-ALL_EXACT = "decode exact 4; prefill exact 2"
+DEFAULT = "decode default 4; kv_cache default 3; prefill default 2"
+ALL_EXACT = "decode exact 4; kv_cache exact 3; prefill exact 2"
 
 
 @pytest.fixture
@@ -90,16 +90,16 @@ def test_what_is_missing_is_tuned_while_it_serves_and_exact_at_the_next_start(
     # One is near another's record, which is no work for `startup`.
     keep(tmp_path / "cache", record(decode_key(MODEL, LIMITS, num_seqs=4), DECODE))
     builder, grade = start()
-    assert grade == "decode exact 1, nearest 3; prefill default 2"
+    assert grade == "decode exact 1, nearest 3; kv_cache default 3; prefill default 2"
     configs = next(iter(builder.planners.values())).configs()
     assert module.status() == {} and module._state.process is None
     module.begin()
     module.begin()  # once
     status = wait_for(module, "done", "given up")
-    assert status["state"] == "done" and status["done"] == status["keys"] == 5
-    assert status["trials"] > 5
+    assert status["state"] == "done" and status["done"] == status["keys"] == 8
+    assert status["trials"] > 8
     lines = [x for x in caplog.messages if x.startswith("background tuning")]
-    assert lines[0].startswith("background tuning: 5 of 6 keys lack records")
+    assert lines[0].startswith("background tuning: 8 of 9 keys lack records")
     assert len([x for x in lines if " tuned, 2." in x or " tuned, 1." in x]) == 5
     assert "the next start serves them" in lines[-1]
     assert not warnings(caplog)
@@ -111,7 +111,7 @@ def test_what_is_missing_is_tuned_while_it_serves_and_exact_at_the_next_start(
     assert grade == ALL_EXACT
     module.begin()
     assert module.status()["keys"] == 0
-    assert "0 of 6 keys lack records of their own, nothing" in caplog.text
+    assert "0 of 9 keys lack records of their own, nothing" in caplog.text
     held = json.loads(status_path(tmp_path / "cache", "interpreter").read_text())
     assert held["state"] == "done" and held["trials"] == status["trials"]
 
@@ -132,7 +132,7 @@ def test_each_step_is_marked_and_postpones_the_tuner(start, tmp_path, monkeypatc
         builder.build(0, step.common)
         time.sleep(0.05)
     assert module.status()["trials"] == 0
-    assert wait_for(module, "done", "given up")["done"] == 6
+    assert wait_for(module, "done", "given up")["done"] == 9
 
 
 def test_modes_without_a_tuner_mark_nothing(start, tmp_path, monkeypatch):
@@ -159,7 +159,7 @@ def test_without_a_gpu_records_are_loaded_and_one_line_says_so(
     keep(tmp_path / "cache", record(decode_key(MODEL, LIMITS, num_seqs=4), DECODE))
     builder, grade = start()
     background_tuning.begin()
-    assert grade == "decode exact 1, nearest 3; prefill default 2"
+    assert grade == "decode exact 1, nearest 3; kv_cache default 3; prefill default 2"
     (warning,) = warnings(caplog)
     assert "background needs a GPU" in warning and builder._beacon is None
     start()
@@ -204,7 +204,7 @@ def test_a_cache_that_takes_nothing_is_one_warning(
         module.begin()
         wait_for(module, "given up")
     (warning,) = warnings(caplog)
-    assert "takes no records" in warning and "6 keys are left" in warning
+    assert "takes no records" in warning and "9 keys are left" in warning
 
 
 def test_memory_is_a_part_of_what_is_free_and_too_little_is_told(monkeypatch):

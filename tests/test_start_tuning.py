@@ -27,7 +27,8 @@ from portable_backend.warmup.timed_tuning import missing
 from portable_backend.warmup.units import units_of
 
 pytestmark = pytest.mark.vllm
-ALL_EXACT = "decode exact 4; prefill exact 2"
+ALL_EXACT = "decode exact 4; kv_cache exact 3; prefill exact 2"
+DEFAULT = "decode default 4; kv_cache default 3; prefill default 2"
 
 
 @pytest.fixture
@@ -78,11 +79,18 @@ def test_what_is_missing_is_tuned_and_serves_this_very_start(
     module = start_tools.use(monkeypatch.setattr)
     planner, grade, warnings, told = start(PORTABLE_BACKEND_TUNE_BUDGET_S="60")
     assert grade == ALL_EXACT and not warnings
-    assert told[0] == "tuning 6 keys that lack records, for 60 s"
-    assert told[1].startswith("tuned 6 of 6 keys in ") and "(6 tuned)" in told[1]
+    assert told[0] == "tuning 9 keys that lack records, for 60 s"
+    assert (
+        told[1].startswith("tuned 9 of 9 keys in ")
+        and "(6 tuned, 3 default)" in told[1]
+    )
     with RecordStore.open(tmp_path / "cache", shipped=tmp_path / "none") as store:
-        records = {r.key: r for k in ("decode", "prefill") for _, r in store.records(k)}
-    assert len(records) == 6 and all(r.verified for r in records.values())
+        records = {
+            r.key: r
+            for kernel in ("decode", "prefill", "kv_cache")
+            for _, r in store.records(kernel)
+        }
+    assert len(records) == 9 and all(r.verified for r in records.values())
     for kind in StepKind.within(8):
         config = planner.config_for(kind)
         if not kind.mixed:
@@ -116,7 +124,7 @@ def test_the_budget_is_kept_within_a_tenth(start, monkeypatch, behaviour):
         windows=(None, 16, 32), PORTABLE_BACKEND_TUNE_BUDGET_S=str(budget_s)
     )
     took = time.monotonic() - began
-    assert took <= 1.1 * budget_s + 0.3  # the builder itself
+    assert took <= 1.1 * budget_s + 1  # the builder itself
     assert module._spent.seconds <= 1.1 * budget_s
     if behaviour == {"trial_s": 0.05}:
         assert module._spent.seconds >= 0.8 * budget_s
@@ -140,9 +148,9 @@ def test_without_a_budget_nothing_is_tuned(start, monkeypatch, budget_s):
         _, grade, warnings, _ = start(
             again=again, PORTABLE_BACKEND_TUNE_BUDGET_S=budget_s
         )
-        assert grade == "decode default 4; prefill default 2"
+        assert grade == DEFAULT
         expected = [] if again else [
-            "nothing is tuned: 6 keys lack records, but of "
+            "nothing is tuned: 9 keys lack records, but of "
             f"PORTABLE_BACKEND_TUNE_BUDGET_S={budget_s} nothing is left"
         ]  # fmt: skip
         assert warnings == expected
@@ -154,7 +162,10 @@ def test_without_a_gpu_records_are_loaded_and_one_line_says_so(
     monkeypatch.setattr("portable_backend.start_tuning._spent.told", False)
     keep(tmp_path / "cache", record(decode_key(MODEL, LIMITS, num_seqs=4), DECODE))
     _, grade, warnings, told = start()
-    assert grade == "decode exact 1, nearest 3; prefill default 2" and not told
+    assert (
+        grade == "decode exact 1, nearest 3; kv_cache default 3; prefill default 2"
+        and not told
+    )
     assert len(warnings) == 1 and "startup needs a GPU" in warnings[0]
     assert not start(again=True)[2]
 
@@ -169,7 +180,7 @@ def test_tuning_that_fails_is_one_warning(start, monkeypatch, how):
         broken = mock.Mock(side_effect=RuntimeError("what"))
         monkeypatch.setattr("portable_backend.start_tuning.missing", broken)
     planner, grade, warnings, _ = start()
-    assert grade == "decode default 4; prefill default 2" and len(warnings) == 1
+    assert grade == DEFAULT and len(warnings) == 1
     expected = "exit code 9" if how == "dies" else "nothing was tuned"
     assert expected in warnings[0]
     assert planner.config_for(StepKind(4)).decode
@@ -182,7 +193,7 @@ def test_what_the_cache_does_not_take_serves_this_start(start, tmp_path, monkeyp
         _, grade, warnings, _ = start(PORTABLE_BACKEND_TUNE_BUDGET_S="60")
     assert grade == ALL_EXACT
     assert [x for x in warnings if "records are kept in this process only" in x]
-    (line,) = [x for x in warnings if x.startswith("tuned 6 of 6 keys")]
+    (line,) = [x for x in warnings if x.startswith("tuned 9 of 9 keys")]
     assert "could not be written" in line and len(warnings) == 2
     assert not list((tmp_path / "cache").iterdir())
 
@@ -213,7 +224,7 @@ def test_only_the_rank_that_decides_tunes(start, monkeypatch):
     monkeypatch.setattr(GpuCrew, "_launch", mock.Mock(side_effect=AssertionError))
     monkeypatch.setattr("portable_backend.ranks.decides", lambda: False)
     _, grade, warnings, told = start()
-    assert grade == "decode default 4; prefill default 2"
+    assert grade == DEFAULT
     assert not warnings and not told
 
 
@@ -232,10 +243,12 @@ def test_only_keys_without_a_good_record_are_tuned_by_their_share(tmp_path):
     few, many = MODEL, replace(MODEL, windows=((16, 1),))
     tasks = start_tuning._tasks({few: 2, many: 20}, LIMITS, 8)
     weights = {task.key: task.weight for task in tasks}
-    assert len(weights) == len(tasks) == 12
+    assert len(weights) == len(tasks) == 12 + 3
     for model, layers in ((few, 2), (many, 20)):
         units = {unit.key: unit.weight for unit in units_of(model, LIMITS)}
-        for key in weights.keys() & units.keys():
+        own = [key for key in weights.keys() & units.keys() if key.kernel != "kv_cache"]
+        assert len(own) == 6
+        for key in own:
             assert weights[key] == pytest.approx(layers * units[key])
     keep(tmp_path, record(decode_key(few, LIMITS, num_seqs=8), DECODE))
     device = DeviceInfo.detect("cpu")

@@ -33,7 +33,7 @@ FP32 = torch.float32
 @pytest.fixture
 def rows(tmp_path, monkeypatch):
     """The module, with a user cache of its own and a model that has norms."""
-    from portable_backend import tuned, tuned_rows
+    from portable_backend import engine_norms, tuned, tuned_rows
 
     def use(**environ):
         values = {"PORTABLE_BACKEND_CACHE_DIR": str(tmp_path)} | environ
@@ -47,7 +47,8 @@ def rows(tmp_path, monkeypatch):
         tuned._lookup.cache_clear()
 
     use()
-    monkeypatch.setattr(tuned_rows, "norms_of", lambda config: [(OF_NORMS, {})])
+    served.forget()
+    monkeypatch.setattr(engine_norms, "norms_of", lambda config: [(OF_NORMS, {})])
     yield types.SimpleNamespace(
         tuned=tuned,
         use=use,
@@ -153,7 +154,7 @@ def test_a_model_that_nobody_reads_costs_a_warning(rows, monkeypatch, caplog):
     def broken(config):
         raise AttributeError("no such thing")
 
-    monkeypatch.setattr(rows.module, "norms_of", broken)
+    monkeypatch.setattr("portable_backend.engine_norms.norms_of", broken)
     keep(rows.folder, norm_record(16))
     rows.serve()
     assert chosen(16) is None
