@@ -52,12 +52,14 @@ class _Told:
         note: why there are none.
         choices: of each kind of layer, what is hashed to compare ranks.
         tune_s: seconds that it has tuned for.
+        warned: whether somebody has been told that records cannot be used.
     """
 
     grades: dict[str, dict[str, int]] = field(default_factory=dict)
     note: str = ""
     choices: dict[str, Any] = field(default_factory=dict)
     tune_s: float = 0.0
+    warned: bool = False
 
 
 _told = _Told()
@@ -257,11 +259,13 @@ def _decide(
         lookup = _lookup(info)
         return _decision(choose(lookup, info), lookup.grade_counts())
     except Exception as error:  # files and environments of any kind: serve all the same
-        logger.warning(
-            "tuning records cannot be used, default configs serve; see "
-            "portable-backend doctor",
-            exc_info=True,
-        )
+        if not _told.warned:
+            _told.warned = True
+            logger.warning(
+                "tuning records cannot be used, default configs serve; see "
+                "portable-backend doctor",
+                exc_info=True,
+            )
         return _decision(note=f"records cannot be used ({type(error).__name__})")
 
 

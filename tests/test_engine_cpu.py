@@ -327,7 +327,9 @@ def test_two_ranks_serve_alike_whatever_is_wrong_with_their_files(models, tmp_pa
         ),
     )
     _assert_same_tokens(ours, reference)
-    grade = r"tuning records: (decode default \d+; prefill default \d+; choices \w{8})"
+    kernels = ("decode", "kv_cache", "prefill", "rms_norm")
+    counts = "; ".join(rf"{kernel} default \d+" for kernel in kernels)
+    grade = rf"tuning records: ({counts}; choices \w{{8}})"
     told = re.findall(rf"\((?:Vllm)?Worker.*TP(\d).* {grade}", log)
     assert {rank for rank, _ in told} == {"0", "1"}
     assert len({text for _, text in told}) == 1

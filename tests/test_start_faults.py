@@ -23,8 +23,8 @@ from portable_backend.warmup.buckets import decode_key
 from portable_backend.warmup.store import RecordStore
 
 pytestmark = pytest.mark.vllm
-DEFAULT = "decode default 4; prefill default 2"
-EXACT = "decode exact 1, nearest 3; prefill default 2"
+DEFAULT = "decode default 4; kv_cache default 3; prefill default 2"
+EXACT = "decode exact 1, nearest 3; kv_cache default 3; prefill default 2"
 HOLD = """
 import sys, time
 from filelock import UnixFileLock
