@@ -62,7 +62,8 @@ def start(caplog, config=SMOLLM2, limits=SMALL, compiler=compile_for_real):
 
 def is_ready(lines):
     (line,) = lines
-    assert "decode 2 default; prefill 2 default" in line and "choices" in line
+    assert "decode 2 default; kv_cache 2 default; prefill 2 default" in line
+    assert "choices" in line
     return re.match(r"(\d+) kernels ready: (\d+) compiled", line).groups()
 
 
