@@ -5,6 +5,7 @@ Without a GPU they run tiny shapes in Triton's interpreter, which must be switch
 before triton is first imported: hence the environment is set while this is imported.
 """
 
+import argparse
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -40,6 +41,12 @@ def _names(known: Sequence[str], option: str, text: str) -> list[str]:
     return names
 
 
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be 1 or more, got {text}")
+    return int(text)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("kernel benchmarks")
     default = ",".join(FAMILIES) if ON_GPU else "tiny"
@@ -55,7 +62,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption(
         "--timed-calls",
-        type=int,
+        type=_count,
         default=30 if ON_GPU else 1,
         help="of each shape and provider (default: %(default)s)",
     )
@@ -112,7 +119,8 @@ def flush(device: torch.device) -> Any:
 
 @pytest.fixture
 def timed_calls(request: pytest.FixtureRequest) -> int:
-    return max(1, request.config.getoption("--timed-calls"))
+    number: int = request.config.getoption("--timed-calls")
+    return number
 
 
 def _check(error: Any, limit: float, when: str) -> float:

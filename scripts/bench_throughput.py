@@ -23,6 +23,7 @@ every server.
 
 import argparse
 import math
+import os
 import shlex
 import signal
 import sys
@@ -319,6 +320,7 @@ def new_study(args: argparse.Namespace, probe: dict[str, Any]) -> Study:
     environment = dict(probe["environment"])
     if args.commit:
         environment["commit"] = args.commit
+    environment["variables"] = study.variables(os.environ)
     found = Study(options, environment, backends.left_out(args.backends, probe))
     if args.rates != "auto":
         found.rates = {

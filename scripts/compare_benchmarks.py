@@ -12,7 +12,8 @@ its median time changed by more than the noise, the largest of
   same versions: nobody has touched those, so that is what two runs differ by.
 
 Exit code 1: one of our kernels is slower, or is missing in AFTER, as a wrong or failing
-one is; 2: the runs cannot be compared.
+one is; 2: the runs cannot be compared, since they have nothing in common, too few
+rounds, or others' times that changed by more than a quarter.
 """
 
 import argparse
@@ -28,6 +29,8 @@ from typing import Any
 _FEWEST_ROUNDS = 5
 # Fewer benchmarks of others say nothing of what two runs differ by.
 _FEWEST_OTHERS = 8
+# With more noise, "same" would say nothing.
+_MOST_NOISE = 0.25
 
 
 class NotComparableError(Exception):
@@ -91,6 +94,8 @@ def read(file: Path) -> tuple[dict[str, Time], dict[str, Any]]:
         times = {}
         for row in data["benchmarks"]:
             stats = row["stats"]
+            if not 0 < stats["median"] < math.inf:
+                raise ValueError(f"a median of {stats['median']} s, {row['fullname']}")
             noise = math.inf
             if stats["rounds"] >= _FEWEST_ROUNDS:
                 # As notches of a box plot (McGill, Tukey, Larsen 1978).
@@ -147,6 +152,24 @@ def _header(before: dict[str, Any], after: dict[str, Any], any_machine: bool) ->
     return same
 
 
+def _why_not(verdicts: list[Verdict], noise: float | None) -> str | None:
+    """Why nothing can be said; None: something can."""
+    if not verdicts:
+        return "expected benchmarks that both files have, got none"
+    if noise is not None and noise > _MOST_NOISE:
+        return (
+            f"expected other providers' times to change by {_MOST_NOISE:.0%} at most, "
+            f"got {noise:.0%}; measure again, on a machine that nobody else uses"
+        )
+    ours = [verdict for verdict in verdicts if verdict.before.ours]
+    if ours and all(verdict.word == "unclear" for verdict in ours):
+        return (
+            f"expected {_FEWEST_ROUNDS} rounds or more of our kernels in both files, "
+            "got fewer; see --timed-calls"
+        )
+    return None
+
+
 def _percent(text: str) -> float:
     try:
         value = float(text)
@@ -187,6 +210,10 @@ def main(argv: list[str] | None = None) -> int:
         floor = max(floor, noise)
     verdicts = compare(before, after, floor)
     missing = [name for name in before if name not in after]
+    lost = any(before[name].ours for name in missing)
+    if not lost and (problem := _why_not(verdicts, noise)):
+        print(f"{Path(__file__).name}: {problem}", file=sys.stderr)
+        return 2
     for verdict in sorted(verdicts, key=lambda verdict: -verdict.ratio):
         if args.all or verdict.word in ("slower", "faster"):
             print(
@@ -201,7 +228,7 @@ def main(argv: list[str] | None = None) -> int:
     new = len(after) - len(verdicts)
     print(", ".join([*counts, f"{len(missing)} missing", f"{new} new"]))
     is_worse = any(v.word == "slower" and v.before.ours for v in verdicts)
-    return 1 if is_worse or any(before[name].ours for name in missing) else 0
+    return 1 if is_worse or lost else 0
 
 
 if __name__ == "__main__":

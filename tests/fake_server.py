@@ -65,7 +65,10 @@ class Handler(BaseHTTPRequestHandler):
         if kind == "hang":
             time.sleep(600)
         number = body["max_tokens"] - (kind == "short")
-        tokens = [sum(body["prompt"]) % 97 + i for i in range(number)]
+        state = sum(place * token for place, token in enumerate(body["prompt"]))
+        if kind == "no context":
+            state = body["prompt"][-1]
+        tokens = [state % 97 + i for i in range(number)]
         if kind == "other tokens":
             tokens = [token + 1 for token in tokens]
         if body.get("stream"):
@@ -76,7 +79,10 @@ class Handler(BaseHTTPRequestHandler):
         choice: dict[str, object] = {"token_ids": tokens}
         if "logprobs" in body:
             best = float("nan") if kind == "nan" else -0.5
-            choice["logprobs"] = {"top_logprobs": [{"a": best, "b": -1.5}] * number}
+            next_best = -0.501 if kind == "no context" else -1.5
+            choice["logprobs"] = {
+                "top_logprobs": [{"a": best, "b": next_best}] * number
+            }
         return self._send(json.dumps({"choices": [choice]}))
 
 

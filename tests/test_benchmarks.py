@@ -260,9 +260,29 @@ def test_one_of_ours_that_is_missing_is_a_regression(script, tmp_path, capsys):
 
 
 def test_too_few_rounds_decide_nothing(script, tmp_path, capsys):
-    before = write(tmp_path, "a", {"ours": 100.0}, rounds=1)
-    assert script.main([before, write(tmp_path, "b", {"ours": 300.0})]) == 0
-    assert "1 unclear" in capsys.readouterr().out
+    before = write(tmp_path, "a", {"ours": 100.0, "torch": 100.0}, rounds=1)
+    after = write(tmp_path, "b", {"ours": 300.0, "torch": 100.0})
+    assert script.main([before, after]) == 2
+    assert "expected 5 rounds or more of our kernels" in capsys.readouterr().err
+
+
+def test_runs_that_say_nothing_are_refused(script, tmp_path, capsys):
+    others = {f"torch {i}": 100.0 for i in range(10)}
+    before = write(tmp_path, "a", others | {"ours": 100.0})
+    after = write(tmp_path, "b", {n: 200.0 for n in others} | {"ours": 200.0})
+    assert script.main([before, after]) == 2
+    assert "change by 25% at most, got 100%" in capsys.readouterr().err
+    assert script.main([write(tmp_path, "c", {}), after]) == 2
+    assert "benchmarks that both files have, got none" in capsys.readouterr().err
+    # One that is lost is still a regression.
+    assert script.main([before, write(tmp_path, "d", {"new": 1.0})]) == 1
+
+
+@pytest.mark.parametrize("median", [0.0, -1.0, math.nan, math.inf])
+def test_medians_that_are_no_times_are_refused(script, tmp_path, capsys, median):
+    before = write(tmp_path, "a", {"ours": 100.0})
+    assert script.main([before, write(tmp_path, "b", {"ours": median})]) == 2
+    assert "a median of" in capsys.readouterr().err
 
 
 def test_what_cannot_be_compared_is_refused(script, tmp_path, capsys):

@@ -16,6 +16,8 @@ from serving.workloads import Request, Workload
 MAX_FAILURES = 3
 # Tokens that are compared between back ends: of the prefill, and of decodes after it.
 _CHECKED_TOKENS = 4
+# Requests that are sent once more, in another context.
+_OTHERS = 8
 
 
 @dataclass(frozen=True)
@@ -183,9 +185,12 @@ class Fleet:
         _, requests = self._workloads[workload]
         short = [(prompt, min(n, _CHECKED_TOKENS)) for prompt, n in requests]
         answers = self._guarded(backend, workload, math.inf, short)
+        others = [([*prompt[-2::-1], prompt[-1]], 1) for prompt, _ in short[:_OTHERS]]
+        in_other_contexts = self._guarded(backend, workload, math.inf, others)
         return Check(
             [answer.tokens for answer in answers],
             [[best[0] - best[1] for best in answer.logprobs] for answer in answers],
+            [answer.tokens[0] for answer in in_other_contexts],
         )
 
     def _guarded(

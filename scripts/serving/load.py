@@ -58,8 +58,8 @@ def send(
         url: of the server.
         workload: streamed or not, and how many at a time.
         requests: what to send.
-        rate: requests per second, on average; the times of arrival are drawn from a
-            Poisson process, the same ones each time. inf: all at once.
+        rate: requests per second, on average of these; the times of arrival are drawn
+            from a Poisson process, the same ones each time. inf: all at once.
         limit_s: seconds for everything.
         with_logprobs: ask for those of the two best tokens.
 
@@ -131,8 +131,9 @@ def _arrivals(number: int, rate: float) -> list[float]:
     rng, now, times = random.Random(number), 0.0, []
     for _ in range(number):
         now += rng.expovariate(1.0)
-        times.append(now / rate)
-    return times
+        times.append(now)
+    # So few requests would come at another rate, by chance.
+    return [time * number / now / rate for time in times]
 
 
 async def _send_all(
@@ -189,22 +190,25 @@ async def _send_one(
 async def _read_stream(
     response: aiohttp.ClientResponse, answer: Answer, start: float
 ) -> None:
-    usage = None
-    async for line in response.content:
-        if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
-            continue
+    usage, rest = None, b""
+    async for data in response.content.iter_any():
         now = time.perf_counter() - start
-        event = json.loads(line[len(b"data: ") :])
-        if "error" in event:
-            raise aiohttp.ClientError(f"an error in the stream: {event['error']}")
-        usage = event.get("usage") or usage
-        for choice in event["choices"]:
-            ids = choice.get("token_ids") or []
-            # Tokens that come together came one after the other in between.
-            last = answer.token_times[-1] if answer.token_times and ids else now
-            gap = (now - last) / max(1, len(ids))
-            answer.token_times += [last + gap * (i + 1) for i in range(len(ids))]
-            answer.tokens += ids
+        *lines, rest = (rest + data).split(b"\n")
+        ids: list[int] = []
+        for line in lines:
+            if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+                continue
+            event = json.loads(line[len(b"data: ") :])
+            if "error" in event:
+                raise aiohttp.ClientError(f"an error in the stream: {event['error']}")
+            usage = event.get("usage") or usage
+            for choice in event["choices"]:
+                ids += choice.get("token_ids") or []
+        # Tokens that come together came one after the other in between.
+        last = answer.token_times[-1] if answer.token_times and ids else now
+        gap = (now - last) / max(1, len(ids))
+        answer.token_times += [last + gap * (i + 1) for i in range(len(ids))]
+        answer.tokens += ids
     told = usage and usage["completion_tokens"]
     if told != len(answer.tokens):
         raise aiohttp.ClientError(f"{len(answer.tokens)} tokens came, {told} told")

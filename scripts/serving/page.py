@@ -78,7 +78,7 @@ def _plot_throughput(
                 axis.bar(i, middle, yerr=reach, capsize=4, color=f"C{i}")
         axis.set_xticks(range(len(study.backends)), study.backends, rotation=30)
         axis.set_title(name)
-        axis.set_ylabel("tokens/s")
+        axis.set_ylabel("output tokens/s" if name == "long" else "tokens/s")
     return _save(figure, folder / "throughput.png")
 
 

@@ -3,11 +3,16 @@
 
 import json
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+# Variables of the servers that a result depends on, and what is nobody's business.
+_TELLING = ("PORTABLE_BACKEND_", "VLLM_", "TRITON_", "TORCH", "OMP_", "CUDA_", "HIP_")
+_TELLING += ("ROCR_", "NCCL_", "PYTORCH_")
+_SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD")
 SCHEMA = 1
 
 
@@ -39,10 +44,22 @@ class Check:
     Attributes:
         tokens: of each request, ids.
         gaps: how far each token's log-prob is ahead of the second best's.
+        other_contexts: the first token of some requests, the first ones, with all but
+            the last token of their prompts in reverse order.
     """
 
     tokens: list[list[int]]
     gaps: list[list[float]]
+    other_contexts: list[int] = field(default_factory=list)
+
+    @property
+    def share_without_context(self) -> float | None:
+        """How many first tokens are the same whatever is attended to; None: unknown."""
+        if not self.other_contexts:
+            return None
+        pairs = zip(self.tokens, self.other_contexts, strict=False)
+        same = [tokens[0] == other for tokens, other in pairs]
+        return sum(same) / len(same)
 
 
 @dataclass
@@ -136,6 +153,16 @@ def load(file: Path) -> Study:
             f"{file} is not a file of this script ({type(error).__name__}: {error}); "
             "give another --out, or --fresh to overwrite it"
         ) from None
+
+
+def variables(environ: Mapping[str, str]) -> str:
+    """What servers get from outside, as far as it may change their speed."""
+    told = (
+        f"{name}={value}"
+        for name, value in sorted(environ.items())
+        if name.startswith(_TELLING) and not _SECRET.search(name)
+    )
+    return " ".join(told) or "none"
 
 
 def resume(file: Path, new: Study) -> Study:

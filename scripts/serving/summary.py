@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from same_tokens import compare
+from same_tokens import NEAR_TIE, compare
 from serving.backends import OURS
 from serving.study import Part, Study
 from serving.turns import same_shares
@@ -82,7 +82,7 @@ def summarise(study: Study, workloads: Mapping[str, Workload], rounds: int) -> S
     ):
         if names:
             parts = study.parts(names)
-            summary.tables.append(_measured(study, title, parts, metrics))
+            summary.tables.append(_measured(study, title, parts, metrics, workloads))
     summary.tables.append(_agreement(study, list(workloads), summary.problems))
     summary.tables.append(_starts(study))
     missing = _missing(study, study.parts(list(workloads)), rounds)
@@ -108,7 +108,11 @@ def _header(study: Study) -> Table:
 
 
 def _measured(
-    study: Study, title: str, parts: list[Part], metrics: tuple[str, ...]
+    study: Study,
+    title: str,
+    parts: list[Part],
+    metrics: tuple[str, ...],
+    workloads: Mapping[str, Workload],
 ) -> Table:
     rivals = [name for name in study.backends if name != OURS]
     if OURS not in study.backends:
@@ -118,6 +122,8 @@ def _measured(
     for part in parts:
         for metric in metrics:
             text, digits, _ = METRICS[metric]
+            if metric == "tokens_per_s" and workloads[part.workload].counted != "all":
+                text = METRICS["output_tokens_per_s"][0]
             cells = [part.label, text]
             cells += [
                 _spread(study, name, part, metric, digits) for name in study.backends
@@ -129,7 +135,8 @@ def _measured(
             rows.append(cells)
     note = (
         "Medians, least and most of the rounds. Ratios are medians of each round's; "
-        "above 1 PORTABLE is better, **bold** is below 1."
+        "above 1 PORTABLE is better, **bold** is below 1. Tokens are those of prompts "
+        "and answers, output tokens those of answers alone."
     )
     return Table(title, columns, rows, note)
 
@@ -179,14 +186,25 @@ def _agreement(study: Study, workloads: list[str], problems: list[str]) -> Table
             if found["bad"]:
                 counts[-1] = f"**{counts[-1]}**"
             cell = f"**{share:.0%}**" if disagrees else f"{share:.0%}"
-            rows.append([workload, name, reference, *counts, cell, f"{ahead:.2g}"])
+            alike = base.share_without_context
+            if alike is not None and alike >= _LEAST_SHARE and ahead < NEAR_TIE:
+                cell += ", proves nothing"
+            without = "" if alike is None else f"{alike:.0%}"
+            rows.append(
+                [workload, name, reference, *counts, cell, f"{ahead:.2g}", without]
+            )
     columns = ["work", "back end", "compared with", "same answers", "near-ties"]
     columns += ["other answers", "same first tokens", "median lead"]
+    columns += ["same in another context"]
     note = (
         "Answers are compared up to the first token that differs; it is a near-tie "
         "where the log-probs of the two best tokens are within 0.15. The median lead "
         "of the best token says how much that means: with random weights most are "
-        "near-ties, and the share of the same first tokens counts."
+        "near-ties, and the share of the same first tokens counts. The last column: "
+        "how many of the reference's first tokens stay the same when all but the last "
+        "token of their prompts are reversed. Where most do, as with vLLM's dummy "
+        "weights, tokens hardly depend on attention, and agreement proves nothing; "
+        "check a real model (--model)."
     )
     return Table("Agreement", columns, rows, note)
 
