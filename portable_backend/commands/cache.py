@@ -211,8 +211,11 @@ def run_verify(args: argparse.Namespace) -> int:
         ],
     }
     lines = [f"dropped {v.record.key}: {v.problem}" for v in failed]
-    _print(args, result, [*lines, f"{result['verified']} records verified"])
-    return FAILED if failed else DONE
+    last = f"{result['verified']} records verified"
+    if not verdicts:
+        last = f"nothing to verify: {layer.root} has no such records; tune or import some"
+    _print(args, result, [*lines, last])
+    return FAILED if failed or not verdicts else DONE
 
 
 @contextlib.contextmanager
