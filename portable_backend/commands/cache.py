@@ -213,7 +213,7 @@ def run_verify(args: argparse.Namespace) -> int:
     lines = [f"dropped {v.record.key}: {v.problem}" for v in failed]
     last = f"{result['verified']} records verified"
     if not verdicts:
-        last = f"nothing to verify: {layer.root} has no such records; tune or import some"
+        last = f"nothing to verify: {layer.root} has no such records; tune or import"
     _print(args, result, [*lines, last])
     return FAILED if failed or not verdicts else DONE
 
