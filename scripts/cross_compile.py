@@ -48,6 +48,8 @@ from portable_backend.warmup.compilation import (
 
 TARGETS = (
     "sm80",
+    "sm86",
+    "sm89",
     "sm90",
     "sm100",
     "sm120",

@@ -529,3 +529,14 @@ def test_a_bad_file_changes_no_layer(command_folder, tmp_path):
     )
     assert done.returncode == 1
     assert not list((tmp_path / "layer").iterdir())
+
+
+def test_what_the_manifests_serve_is_baked():
+    """Kernels of every shape are compiled while the image is built."""
+    served = set()
+    for manifest in (ROOT / "deploy" / "kubernetes").glob("*.yaml"):
+        served |= set(
+            re.findall(r"^ *- [\w.-]+/([\w.-]+)$", manifest.read_text(), re.M)
+        )
+    baked = {folder.name for folder in (ROOT / "deploy" / "models").iterdir()}
+    assert served and {name.lower() for name in served} <= baked
