@@ -15,7 +15,9 @@ its target.
 """
 
 import argparse
+import contextlib
 import json
+import math
 import os
 import queue
 import re
@@ -166,10 +168,12 @@ def work(arch: str, asked: Asked, skip: int) -> None:
         print(json.dumps(row), flush=True)
 
 
-def compile_target(arch: str, asked: Asked, limit_s: float) -> Iterator[dict[str, Any]]:
+def compile_target(
+    arch: str, asked: Asked, limit_s: float, stopped: threading.Event
+) -> Iterator[dict[str, Any]]:
     """Run children until each job has a row; an abort or a hang is a row too.
 
-    Covers come first, a row with "cover" each.
+    Covers come first, a row with "cover" each. Once `stopped` is set, the rest is left.
     """
     done = 0
     while True:
@@ -184,9 +188,12 @@ def compile_target(arch: str, asked: Asked, limit_s: float) -> Iterator[dict[str
         running: dict[str, Any] | None = {"kernel": "?", "shape": "?"}
         reason = None
         while True:
-            try:
-                line = lines.get(timeout=limit_s)
-            except queue.Empty:
+            line = _next(lines, limit_s, stopped)
+            if stopped.is_set():
+                child.kill()
+                child.communicate()
+                return
+            if line == "":
                 reason = f"no answer within {limit_s:.0f} s"
                 child.kill()
                 break
@@ -213,6 +220,17 @@ def compile_target(arch: str, asked: Asked, limit_s: float) -> Iterator[dict[str
         done += 1
 
 
+def _next(
+    lines: "queue.Queue[str | None]", limit_s: float, stopped: threading.Event
+) -> str | None:
+    """A line; None: there are no more; empty: none came in time, or it is stopped."""
+    end = time.monotonic() + limit_s
+    while (left := end - time.monotonic()) > 0 and not stopped.is_set():
+        with contextlib.suppress(queue.Empty):
+            return lines.get(timeout=min(0.2, left))
+    return ""
+
+
 def _pump(child: subprocess.Popen[str], lines: "queue.Queue[str | None]") -> None:
     assert child.stdout is not None
     for line in child.stdout:
@@ -221,9 +239,13 @@ def _pump(child: subprocess.Popen[str], lines: "queue.Queue[str | None]") -> Non
 
 
 def compile_all(
-    targets: list[str], asked: Asked, limit_s: float, num_workers: int
+    targets: list[str],
+    asked: Asked,
+    limit_s: float,
+    num_workers: int,
+    stopped: threading.Event,
 ) -> list[dict[str, Any]]:
-    """Rows of all targets, `num_workers` targets at a time."""
+    """Rows of all targets, `num_workers` at a time; Ctrl-C ends it, sets `stopped`."""
     rows: list[dict[str, Any]] = []
     waiting = list(reversed(targets))
 
@@ -234,7 +256,7 @@ def compile_all(
             except IndexError:
                 return
             start, done, failed = time.perf_counter(), 0, 0
-            for row in compile_target(arch, asked, limit_s):
+            for row in compile_target(arch, asked, limit_s, stopped):
                 if {"error", "cover"}.isdisjoint(row) and (reason := over_limit(row)):
                     row |= {"error": reason, "over_limit": True}
                 rows.append(row)
@@ -250,8 +272,14 @@ def compile_all(
     threads = [threading.Thread(target=worker) for _ in range(num_workers)]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    try:
+        for thread in threads:
+            thread.join()
+    except KeyboardInterrupt:
+        waiting.clear()
+        stopped.set()
+        for thread in threads:
+            thread.join()
     return sorted(rows, key=lambda row: targets.index(row["arch"]))
 
 
@@ -259,6 +287,16 @@ def _number(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"must be a number from 0 on, got {text}")
     return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be seconds above 0, got {text}")
+    return value
 
 
 def main() -> int:
@@ -282,7 +320,7 @@ def main() -> int:
         "values that occurs in its space, N up to 3 (2: pairs); the table then shows "
         "failures and a summary of each target",
     )
-    parser.add_argument("--limit-s", type=float, default=60, help="for one kernel")
+    parser.add_argument("--limit-s", type=_seconds, default=60, help="for one kernel")
     parser.add_argument("--workers", type=count, default=os.cpu_count() or 1)
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -301,16 +339,21 @@ def main() -> int:
         folder = args.json.absolute().parent
         parser.error(f"--json: {folder} is no folder; make it first")
     start = time.perf_counter()
-    rows = compile_all(targets, asked, args.limit_s, args.workers)
-    missing = {
-        (target, name)
-        for target in targets
-        for name in all_kernels()
-        if not any(
-            row["arch"] == target and f"_{row.get('kernel')}_kernel" == name
-            for row in rows
-        )
-    }
+    stopped = threading.Event()
+    rows = compile_all(targets, asked, args.limit_s, args.workers, stopped)
+    missing = (
+        set()
+        if stopped.is_set()
+        else {
+            (target, name)
+            for target in targets
+            for name in all_kernels()
+            if not any(
+                row["arch"] == target and f"_{row.get('kernel')}_kernel" == name
+                for row in rows
+            )
+        }
+    )
     rows += [
         {"arch": arch, "kernel": name, "error": "was never launched"}
         for arch, name in sorted(missing)
@@ -328,6 +371,9 @@ def main() -> int:
     print(f"{len(compiled)} compilations, {failed} failed, {seconds:.0f} s")
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    if stopped.is_set():
+        print("interrupted: what is not listed was not compiled", file=sys.stderr)
+        return 130
     return 1 if failed else 0
 
 

@@ -8,8 +8,10 @@ import json
 import os
 import re
 import runpy
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -267,3 +269,34 @@ def test_kernels_over_a_limit_are_found():
     assert "65536" in shared
     assert "32 warps of 64 lanes" in warps
     assert "576" in tmem
+
+
+def test_ctrl_c_ends_it_with_what_is_compiled(tmp_path):
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    found = tmp_path / "rows.json"
+    script = [sys.executable, "-P", SCRIPT, "--targets", "sm90", "--json", found]
+    with subprocess.Popen(
+        [*script, "--workers", "1"],
+        env=env | {"TRITON_CACHE_DIR": str(tmp_path / "cache")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        deadline = time.monotonic() + 120
+        while not any((tmp_path / "cache").glob("*/*.cubin")):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+        os.killpg(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    assert process.returncode == 130, err
+    assert "interrupted: what is not listed was not compiled" in err
+    assert "was never launched" not in out
+    assert len(json.loads(found.read_text())) < 20
+
+
+@pytest.mark.parametrize("limit", ["-1", "0", "nan", "soon"])
+def test_limits_that_are_no_times_are_refused(limit):
+    done = python(SCRIPT, "--targets", "sm90", "--limit-s", limit)
+    assert done.returncode == 2
+    assert f"must be seconds above 0, got {limit}" in done.stderr
