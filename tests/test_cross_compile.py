@@ -127,10 +127,11 @@ for i in range(skip, 4):
 """
 
 AFTER_AN_ABORT = """
-import json, runpy, sys
+import json, runpy, sys, threading
 script = runpy.run_path(sys.argv[1])
 script["compile_target"].__globals__["__file__"] = sys.argv[2]
-rows = list(script["compile_target"]("sm90", script["Asked"]("few"), 60))
+asked, stopped = script["Asked"]("few"), threading.Event()
+rows = list(script["compile_target"]("sm90", asked, 60, stopped))
 cover = rows.pop(0)["cover"]
 failed = [row["config"] for row in rows if "error" in row]
 print(json.dumps([[row["kernel"], "error" in row] for row in rows] + [failed, cover]))
