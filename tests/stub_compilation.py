@@ -172,7 +172,15 @@ def test_launches_find_what_workers_compiled(platform, cache):
         for key, configs in chosen.items():
             for compiled in pool.wait(key, configs):
                 assert compiled.failure is None, compiled
-                assert compiled.readout.registers > 0
+                readout = compiled.readout
+                assert readout.registers > 0 and readout.code_bytes > 500
+                assert readout.load_bytes >= 8
+                if (
+                    key.kernel in ("prefill", "decode")
+                    and compiled.config == configs[0]
+                ):
+                    assert readout.load_bytes >= 16
+                    assert readout.matrix_instructions > 4
     before = entries(cache)
     for key, configs in chosen.items():
         assert launch(platform, key, configs) == [], key

@@ -85,7 +85,8 @@ def test_by_default_every_kernel_of_every_target_is_compiled(fake_pool, capsys):
         assert {shape.get("block_size") for shape in shapes} == {None, 16, 64}
     header, *lines, summary = said.out.splitlines()
     assert header.split() == [
-        "target", "kernel", "shape", "config", "shared", "regs", "spills", "fit", "s"
+        "target", "kernel", "shape", "config", "shared", "regs", "spills", "fit",
+        "code", "matrix", "load", "s",
     ]  # fmt: skip
     assert len(lines) == len(fake_pool.seen)
     assert summary == f"{len(lines)} configs, 0 failed"
@@ -160,3 +161,85 @@ def test_wrong_arguments_are_usage_errors(arguments, said, capsys):
     assert code == 2
     assert said in output.err
     assert output.out == ""
+
+
+@pytest.mark.parametrize("target", ["sm75", "sm_70", "sm61", "sm80,sm_75"])
+def test_cards_that_are_too_old_are_told_why(fake_pool, capsys, target):
+    code, said = run(capsys, "--target", target)
+    assert code == 2
+    assert "is refused: kernels need compute capability 8.0" in said.err
+
+
+@pytest.mark.parametrize(
+    ("kernel", "pair", "expected"),
+    [
+        ("rms_norm", "row_size=0", "row_size must be 1 or more, got 0"),
+        ("rms_norm", "row_size=-1", "row_size must be 1 or more, got -1"),
+        ("rms_norm", "row_size=abc", "row_size must be a whole number, got abc"),
+        ("rms_norm", "fused_add=5", "fused_add must be 0 or 1, got 5"),
+        ("decode", "block_size=--5", "block_size must be a whole number, got --5"),
+        ("decode", "head_size=abc", "head_size must be a whole number, got abc"),
+        ("decode", "num_kv_heads=-8", "num_kv_heads must be 1 or more, got -8"),
+        ("prefill", "no_context=7", "no_context must be 0 or 1, got 7"),
+    ],
+)
+def test_values_that_no_key_can_have_are_refused(
+    fake_pool, capsys, kernel, pair, expected
+):
+    code, said = run(capsys, "--target", "sm90", "--kernel", kernel, "--key", pair)
+    assert code == 2 and said.out == ""
+    assert expected in said.err and "Traceback" not in said.err
+
+
+def test_options_out_of_range_are_refused(fake_pool, capsys, tmp_path):
+    code, said = run(capsys, "--max-spills", "-1")
+    assert code == 2 and "--max-spills must be 0 or more, got -1" in said.err
+    page = tmp_path / "absent" / "page.html"
+    code, said = run(capsys, "--html", str(page))
+    assert code == 2 and "is no folder" in said.err
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"load_bytes": 0}, "the default loads nothing"),
+        ({"load_bytes": 8}, "the default loads 8 bytes at once at most"),
+        ({"matrix_instructions": 0}, "the default has no matrix instructions"),
+        ({}, None),
+    ],
+    ids=str,
+)
+def test_defaults_that_lack_what_makes_them_fast_fail(
+    fake_pool, capsys, monkeypatch, changes, expected
+):
+    good = {"load_bytes": 16, "matrix_instructions": 30, "code_bytes": 9000}
+    readout = Readout(1024, 64, 0, 4, 0.5, num_warps=4, **good | changes)
+    monkeypatch.setattr(fake_pool, "answer", staticmethod(lambda *_: (readout, None)))
+    options = ("--target", "gfx942", "--kernel", "decode")
+    code, said = run(capsys, *options)
+    assert code == (1 if expected else 0)
+    assert expected is None or f"FAILED: {expected}" in said.out
+    # An fp32 product has none, and narrow heads no wide loads.
+    assert run(capsys, *options, "--key", "dtype=float32")[0] == (
+        1 if changes == {"load_bytes": 0} else 0
+    )
+
+
+def test_the_page_has_every_row_and_runs_nothing(fake_pool, capsys, tmp_path):
+    failures = {"decode": "<script>alert(1)</script>"}
+
+    def answer(key, config):
+        failure = failures.get(key.kernel)
+        return (None, failure) if failure else (Readout(1024, 64, 0, 4, 0.5), None)
+
+    fake_pool.answer = staticmethod(answer)
+    file = tmp_path / "page.html"
+    code, said = run(capsys, "--target", "sm80,gfx942", "--html", str(file), "--json")
+    rows = json.loads(said.out)
+    text = file.read_text()
+    assert code == 1
+    assert text.count("<tr") == len(rows) + 2  # a line of titles for each target
+    assert text.count('<tr class="failed">') == sum(bool(r["failure"]) for r in rows)
+    assert "<h2>sm80</h2>" in text and "<h2>gfx942</h2>" in text
+    assert "<script" not in text and "&lt;script&gt;" in text
+    assert "http" not in text

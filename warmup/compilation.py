@@ -44,6 +44,7 @@ from portable_backend.kernels.kv_cache import write_kv_cache
 from portable_backend.kernels.rms_norm import rms_norm
 from portable_backend.warmup.kernel_specs import DTYPES, spec_of
 from portable_backend.warmup.launchers import build_launcher
+from portable_backend.warmup.machine_code import read_code
 from portable_backend.warmup.records import TuningKey
 from portable_backend.warmup.replacing import REPLACING, replaced, replaced_here
 from portable_backend.warmup.resources import Readout, programs_per_unit
@@ -399,6 +400,7 @@ def read_out(compiled: Any, device: DeviceInfo, start: float) -> Readout:
         num_warps=metadata.num_warps,
         tensor_columns=tensor_columns,
         seconds=time.perf_counter() - start,
+        **read_code(code),
     )
 
 

@@ -39,6 +39,9 @@ class Readout:
         num_warps: of a program.
         tensor_columns: of Blackwell's tensor memory.
         scalar_registers, accumulator_registers: of a wave and of a lane, AMD only.
+        code_bytes: of its instructions.
+        matrix_instructions: places in the code, not how often they run.
+        load_bytes: of the widest load from global memory, of a lane; 0: there is none.
     """
 
     shared_bytes: int
@@ -50,6 +53,9 @@ class Readout:
     tensor_columns: int = 0
     scalar_registers: int | None = None
     accumulator_registers: int | None = None
+    code_bytes: int | None = None
+    matrix_instructions: int | None = None
+    load_bytes: int | None = None
 
 
 @dataclass(frozen=True)

@@ -249,6 +249,19 @@ def _entry(entry: Any, where: str) -> tuple[TuningKey, float]:
         spec_of(key)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{where}: {error}") from None
+    check_fields(key, where)
+    return key, float(weight)
+
+
+def check_fields(key: TuningKey, where: str) -> None:
+    """Refuse fields of the right names with values that nothing can have.
+
+    Args:
+        where: the key was read, for messages.
+
+    Raises:
+        ValueError: names the first one.
+    """
     for name, value in key.fields:
         expected = _expected(name, value)
         if expected:
@@ -263,7 +276,6 @@ def _entry(entry: Any, where: str) -> tuple[TuningKey, float]:
             fields["no_context"],
             "correct it",
         )
-    return key, float(weight)
 
 
 def _expected(name: str, value: FieldValue) -> str | None:

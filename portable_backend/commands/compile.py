@@ -5,18 +5,22 @@ import argparse
 import json
 import os
 import random
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from portable_backend.commands import DONE, FAILED, UsageError
+from portable_backend.commands.compile_page import page
 from portable_backend.device import ARCH_LIMITS, DeviceInfo
 
 if TYPE_CHECKING:
     from portable_backend.kernels.config import KernelConfig
     from portable_backend.warmup.compile_pool import Compiled
     from portable_backend.warmup.records import TuningKey
+    from portable_backend.warmup.resources import Readout
 
 TARGETS = tuple(arch for arch in ARCH_LIMITS if arch != "interpreter")
 _KERNELS = ("prefill", "decode", "rms_norm", "kv_cache")
@@ -54,7 +58,16 @@ _COLUMNS = (
     ("regs", "registers"),
     ("spills", "spills"),
     ("fit", "programs_per_unit"),
+    ("code", "code_bytes"),
+    ("matrix", "matrix_instructions"),
+    ("load", "load_bytes"),
     ("s", "seconds"),
+)
+
+_NOTE = (
+    "regs: registers of a lane; spills: those of them that live in memory; fit: "
+    "programs that a unit holds at once, its occupancy; code: bytes of instructions; "
+    "matrix: matrix instructions in them; load: bytes of the widest load of a lane."
 )
 
 
@@ -72,9 +85,9 @@ def add_parser(groups: Any) -> None:
         "compile",
         help=text,
         description=text,
-        epilog="regs: registers of a lane; spills: those of them that live in memory; "
-        "fit: programs that a unit holds at once. Exit code 1: something does not "
-        "compile or exceeds a limit, or a default spills.",
+        epilog=f"{_NOTE} Exit code 1: something does not compile or exceeds a limit, "
+        "or a default spills, loads nothing or less than 16 bytes at once, or "
+        "multiplies 16-bit elements without matrix instructions.",
     )
     parser.set_defaults(func=run)
     option = parser.add_argument
@@ -110,11 +123,17 @@ def add_parser(groups: Any) -> None:
         help="of a default; with a cap on registers a few are intended (default: 8)",
     )
     option("--json", action="store_true", help="the result as JSON")
+    option("--html", type=Path, metavar="FILE", help="the result as a page, too")
 
 
 def run(args: argparse.Namespace) -> int:
     from portable_backend.warmup.compile_pool import CompilePool
 
+    if args.max_spills < 0:
+        raise UsageError(f"--max-spills must be 0 or more, got {args.max_spills}")
+    if args.html and not args.html.absolute().parent.is_dir():
+        folder = args.html.absolute().parent
+        raise UsageError(f"--html: {folder} is no folder; make it first")
     targets = _targets(args.target)
     given = _fields(args.key)
     kernels = args.kernel or _KERNELS
@@ -140,6 +159,8 @@ def run(args: argparse.Namespace) -> int:
                 _progress(f"{target}: {done} of {len(candidates)}")
     _progress(None)
     _print(args, rows)
+    if args.html:
+        args.html.write_text(_page(rows), encoding="utf-8")
     return FAILED if any(row["failure"] for row in rows) else DONE
 
 
@@ -149,6 +170,11 @@ def _targets(text: str) -> list[str]:
     # Vendors write sm_90.
     names = [name.strip().replace("sm_", "sm") for name in text.split(",")]
     for name in names:
+        if re.fullmatch(r"sm[5-7]\d", name):
+            raise UsageError(
+                f"--target {name} is refused: kernels need compute capability 8.0 or "
+                "later, for bf16 and asynchronous copies"
+            )
         if name not in TARGETS:
             raise UsageError(
                 f"--target must be all or some of {', '.join(TARGETS)}, got {name}"
@@ -162,7 +188,8 @@ def _fields(texts: list[str]) -> dict[str, int | str]:
         name, separator, value = text.partition("=")
         if not separator:
             raise UsageError(f"--key must be FIELD=VALUE, got {text}")
-        fields[name] = int(value) if value.lstrip("-").isdecimal() else value
+        is_number = value.removeprefix("-").isdecimal()
+        fields[name] = int(value) if is_number else value
     return fields
 
 
@@ -176,6 +203,7 @@ def _keys(
     """
     from portable_backend.warmup.kernel_specs import KERNEL_SPECS, spec_of
     from portable_backend.warmup.records import TuningKey
+    from portable_backend.warmup.units import check_fields
 
     known = {name for kernel in kernels for name in KERNEL_SPECS[kernel].fields}
     if unknown := sorted(given.keys() - known):
@@ -193,6 +221,7 @@ def _keys(
                 try:
                     key = TuningKey.of(kernel, **{name: fields[name] for name in names})
                     spec_of(key)
+                    check_fields(key, f"{kernel} key")
                 except ValueError as error:
                     raise UsageError(f"--key: {error}") from None
                 found[key] = None
@@ -228,6 +257,8 @@ def _row(
     spills = (readout.spills if readout else None) or 0
     if failure is None and candidate.is_default and spills > max_spills:
         failure = f"the default spills {spills} registers"
+    if failure is None and candidate.is_default and readout is not None:
+        failure = _weakness(candidate.key.to_dict(), candidate.key.kernel, readout)
     return {
         "target": candidate.target,
         "kernel": candidate.key.kernel,
@@ -237,6 +268,20 @@ def _row(
         "readout": vars(readout) if readout else None,
         "failure": failure,
     }
+
+
+def _weakness(fields: dict[str, Any], kernel: str, readout: "Readout") -> str | None:
+    """What no default may lack, where its code was read."""
+    width = readout.load_bytes
+    if width == 0:
+        return "the default loads nothing"
+    if kernel not in ("prefill", "decode") or fields["dtype"] == "float32":
+        return None
+    if readout.matrix_instructions == 0:
+        return "the default has no matrix instructions"
+    if width is not None and width < 16 and fields["head_size"] % 64 == 0:
+        return f"the default loads {width} bytes at once at most, 16 are expected"
+    return None
 
 
 def _progress(text: str | None) -> None:
@@ -255,6 +300,15 @@ def _print(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
         print("  ".join([*cells, *line[len(widths) :]]).rstrip())
     failed = sum(row["failure"] is not None for row in rows)
     print(f"{len(rows)} configs, {failed} failed")
+
+
+def _page(rows: list[dict[str, Any]]) -> str:
+    titles = [*(title for title, _ in _COLUMNS[1:]), "failure"]
+    tables: dict[str, list[Sequence[str]]] = {}
+    for row in rows:
+        cells = _cells(row | {"failure": None})[1:]
+        tables.setdefault(row["target"], []).append([*cells, row["failure"] or ""])
+    return page(titles, tables, _NOTE)
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
