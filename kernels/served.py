@@ -47,6 +47,7 @@ _Key = TypeVar("_Key", NormKey, WriteKey)
 class _Served:
     norms: dict[NormKey, Steps] = field(default_factory=dict)
     writes: dict[WriteKey, Steps] = field(default_factory=dict)
+    version: int = 0
 
 
 _served = _Served()
@@ -77,6 +78,11 @@ def _update(held: dict[_Key, Steps], new: Mapping[_Key, Steps]) -> bool:
     return bool(changed)
 
 
+def version() -> int:
+    """A number that differs once anything else is served."""
+    return _served.version
+
+
 def is_default() -> bool:
     """Whether nothing was chosen."""
     return not _served.norms and not _served.writes
@@ -104,4 +110,5 @@ def write_steps(dtype: torch.dtype, head_size: int, num_kv_heads: int) -> Steps:
 
 def _forget(module: str) -> None:
     """Drop what was bound to other configs; compiled kernels stay."""
+    _served.version += 1
     importlib.import_module(f"portable_backend.kernels.{module}").forget_bindings()

@@ -30,7 +30,7 @@ from portable_backend import plugin, ranks
 from portable_backend.device import DeviceInfo
 from portable_backend.engine_config import drafts_of
 from portable_backend.engine_norms import norms_of
-from portable_backend.kernels import AttentionPlanner
+from portable_backend.kernels import AttentionPlanner, served
 from portable_backend.kernels.attention import capturing
 from portable_backend.kernels.config import AttentionConfig
 from portable_backend.kernels.plan import StepKind
@@ -75,12 +75,14 @@ class Needs:
         traits: of the layers.
         limits: of the steps.
         configs: (window, kind of step, config of its attention).
+        served: the version of what norms and cache writes are served with.
     """
 
     model: ModelShape
     traits: ModelTraits
     limits: EngineLimits
     configs: tuple[tuple[int, StepKind, AttentionConfig], ...] = ()
+    served: int = field(default_factory=served.version)
 
     def launches(self, device: DeviceInfo) -> list[KernelLaunch]:
         planned = {(window, kind): config for window, kind, config in self.configs}
@@ -349,8 +351,8 @@ def _listed(
 ) -> dict[Binary, list[KernelLaunch]]:
     """Binaries of some needs and their launches.
 
-    Launches are recorded once; what they compile depends on what the compiler is told
-    by now, which PyTorch's may have changed.
+    Launches are recorded once for each need; what they compile depends on what the
+    compiler is told by now, which PyTorch's may have changed.
     """
     launches: list[KernelLaunch] = []
     for need in needs:

@@ -292,7 +292,16 @@ def lengths_as_on_a_gpu(pb):
         yield
 
 
-def walk(platform, config, limits, steps, seed=0, compiler=None, on_start=None):
+def walk(
+    platform,
+    config,
+    limits,
+    steps,
+    seed=0,
+    compiler=None,
+    on_start=None,
+    before_builder=None,
+):
     """Binaries that random steps ask for, by what they are.
 
     `compiler` is called as Triton's is, each time that Triton's would be. `on_start` is
@@ -318,7 +327,10 @@ def walk(platform, config, limits, steps, seed=0, compiler=None, on_start=None):
         with mock.patch.object(triton.compiler, "compile", compile_and_note):
             forms = [(form, False) for form in [*UNPACKED, *PACKED]]
             forms += [(next(iter(UNPACKED)), True)] * (platform == "hip")
-            engines = [Engine(config, limits, form, far=far) for form, far in forms]
+            engines = [
+                Engine(config, limits, form, far=far, before_builder=before_builder)
+                for form, far in forms
+            ]
             gpu.recording = False
             if on_start is not None:
                 on_start(dict(found))

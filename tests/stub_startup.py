@@ -95,9 +95,16 @@ def test_steps_compile_nothing_after_a_start(all_present, name):
     assert startup._start.ready == set(prepared.values())
 
 
+def begin(vllm_config):
+    """As when weights are loaded; nothing is missing, so no worker begins."""
+    with mock.patch("vllm.config.get_current_vllm_config", lambda: vllm_config):
+        startup.begin(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("before_builder", [None, begin], ids=["", "begun early"])
 @pytest.mark.parametrize("name", WALKS)
 def test_steps_compile_nothing_with_recorded_norms_and_writes(
-    all_present, monkeypatch, name
+    all_present, monkeypatch, name, before_builder
 ):
     """Each size has a config of its own, as records might give it."""
     ordinary = tuned_rows._rows
@@ -116,11 +123,17 @@ def test_steps_compile_nothing_with_recorded_norms_and_writes(
     monkeypatch.setattr(tuned_rows, "_rows", rows)
     prepared = {}
     try:
-        late = walk(*WALKS[name], steps=120, on_start=prepared.update)
+        late = walk(
+            *WALKS[name],
+            steps=120,
+            on_start=prepared.update,
+            before_builder=before_builder,
+        )
     finally:
         served.forget()
     surprises = [str(binary) for binary in late.values()]
     assert not surprises, surprises
+    assert startup._start.begun == (before_builder is not None)
     ready = startup._start.ready
     assert {b.parameters["VECTORS"] for b in ready if b.kernel == "write_kv_cache"} <= {
         64, 128, 256
