@@ -124,7 +124,9 @@ def decide_for_all(
     decision = ranks.from_first_rank(lambda: _decide(choose, device), limit_s)
     if decision is None:
         decision = _decision(note="the first rank's choice has not come")
-    _told.grades, _told.note = decision["grades"], decision["note"]
+    failed = bool(decision["note"]) and settings.tune != "off"
+    if not failed or not _told.grades:  # else what was chosen before still serves
+        _told.grades, _told.note = decision["grades"], decision["note"]
     chosen: list[Any] = decision["chosen"]
     return chosen
 

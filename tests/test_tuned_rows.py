@@ -4,6 +4,7 @@
 import json
 import logging
 import types
+from unittest import mock
 
 import pytest
 import torch
@@ -159,6 +160,18 @@ def test_a_model_that_nobody_reads_costs_a_warning(rows, monkeypatch, caplog):
     rows.serve()
     assert chosen(16) is None
     assert "norms keep their default configs" in caplog.text
+
+
+def test_what_fails_leaves_what_attention_was_told(rows, monkeypatch):
+    def choose(lookup, info):
+        return [lookup.choose(kv_cache_key(MODEL, LIMITS, num_tokens=8)).grade]
+
+    assert rows.tuned.decide_for_all(choose, CPU) == ["default"]
+    grades = rows.tuned.grades()
+    monkeypatch.setattr(rows.module, "_rows", mock.Mock(side_effect=OSError))
+    rows.serve()
+    assert rows.tuned.grades() == grades != {}
+    assert not rows.tuned._told.note and served.is_default()
 
 
 def test_nothing_changes_while_a_graph_is_captured(rows, monkeypatch):
