@@ -300,7 +300,7 @@ def _every_model(
 ) -> tuple[dict[ModelShape, int], EngineLimits]:
     """All kinds of layers of the engine and how many they are; what bounds its steps.
 
-    Norms are among them, as models without windows.
+    Norms are among them, as models without windows, that of all layers at once.
 
     Args:
         vllm_config: the engine's.
@@ -313,5 +313,5 @@ def _every_model(
         model_of(**layer_of(key, vllm_config), limits=engine_limits): counts[key]
         for key in sorted(keys | counts.keys(), key=repr)
     }
-    models |= dict.fromkeys(norms_served(vllm_config), 1)
+    models |= dict.fromkeys(norms_served(vllm_config), max(1, sum(models.values())))
     return models, engine_limits
