@@ -35,7 +35,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from serving import backends, page, study, summary
-from serving.fleet import Fleet, Plan
+from serving.fleet import Fleet, OutOfTimeError, Plan
 from serving.load import LoadError, WrongAnswerError, metrics
 from serving.models import GEOMETRIES, write_config
 from serving.options import count, names_in, seconds
@@ -102,9 +102,11 @@ class Run:
                     if self.study.is_measured(backend, part, number):
                         continue
                     if time.monotonic() > self.deadline:
-                        say("--limit-s is over; the same command goes on from here")
-                        return
+                        raise OutOfTimeError
                     self._turn(number, backend, part)
+        except OutOfTimeError as error:
+            why = f" ({error})" if error.args else ""
+            say(f"--limit-s is over; the same command goes on from here{why}")
         finally:
             self.fleet.stop()
 
@@ -266,7 +268,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--start-limit-s", type=seconds, default=900, help="for a server's start")
     add("--part-limit-s", type=seconds, default=600, help="for a part's answers")
-    add("--limit-s", type=seconds, help="begin no part after this many seconds")
+    add("--limit-s", type=seconds, help="begin nothing after this many seconds")
     add("--fresh", action="store_true", help="forget what is in --out")
     add("--commit", help="for the report, where git cannot tell")
     return parser
@@ -370,6 +372,7 @@ def go(args: argparse.Namespace, model: str) -> int:
         start_limit_s=args.start_limit_s,
         part_limit_s=args.part_limit_s,
         together=not args.one_at_a_time,
+        deadline=deadline,
     )
     run = Run(args, found, plan, prepared, deadline)
     run.save()

@@ -24,6 +24,8 @@ fault = json.loads(args.faults.read_text()).get(args.attention_backend, {})
 marker = args.faults.with_name(f"{args.attention_backend}.happened")
 if fault.get("kind") == "no start":
     sys.exit("no kernel image is available")
+if fault.get("kind") == "slow start":
+    time.sleep(600)
 count, lock = 0, threading.Lock()
 
 

@@ -346,6 +346,27 @@ def test_no_part_is_begun_after_the_time(bench, capsys):
     assert "not begun" in bench.report
 
 
+@pytest.mark.parametrize("options", [[], ["--one-at-a-time"]])
+def test_no_start_is_waited_for_after_the_time(bench, capsys, options):
+    bench.plant(PORTABLE={"kind": "slow start"})
+    began = time.monotonic()
+    assert bench(*TWO, *options, "--limit-s", "2") == 1
+    assert time.monotonic() - began < 30
+    told = capsys.readouterr().err
+    assert "goes on from here (PORTABLE was still starting)" in told
+    assert not any(name == "PORTABLE" for name, *_ in bench.done), "nobody failed"
+    bench.plant()
+    assert bench(*TWO, *options) == 0
+
+
+def test_the_report_says_what_the_work_is(bench, script):
+    assert bench(*TWO) == 0
+    assert "| batch | 3 | 16 | 3 | all at once |" in bench.report
+    described = {name: kind.described() for name, kind in script.ALL_WORKLOADS.items()}
+    assert described["chat"][1:3] == ("32 to 4096", "16 to 256")
+    assert described["single"][3] == "1 at a time"
+
+
 def test_back_ends_are_left_out_with_a_reason(script):
     left_out = script.backends.left_out
     rocm = PROBE | {"platform": "rocm", "backends": ["TRITON_ATTN", "ROCM_AITER_FA"]}

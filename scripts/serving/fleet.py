@@ -2,6 +2,7 @@
 """One server per back end: started, checked, restarted, given up."""
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,10 @@ _CHECKED_TOKENS = 4
 _OTHERS = 8
 
 
+class OutOfTimeError(Exception):
+    """The run's time is up before a server was ready; nobody's failure."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """What all servers have in common.
@@ -33,6 +38,7 @@ class Plan:
         options: further ones of `vllm serve`.
         start_limit_s, part_limit_s: seconds for a start, and for a load.
         together: all servers run side by side, else one at a time.
+        deadline: no start is waited for beyond it, by `time.monotonic()`.
     """
 
     model: str
@@ -44,6 +50,7 @@ class Plan:
     start_limit_s: float
     part_limit_s: float
     together: bool
+    deadline: float = math.inf
 
     def server_options(self, backend: str) -> list[str]:
         """Of `vllm serve`; the user's come last, so that they win."""
@@ -121,7 +128,11 @@ class Fleet:
         self._started = started
 
     def start(self, backends: list[str]) -> None:
-        """Start servers, all at once if they may run together."""
+        """Start servers, all at once if they may run together.
+
+        Raises:
+            OutOfTimeError: they were not ready by the plan's deadline.
+        """
         if self._plan.together:
             for backend in backends:
                 self._launch(backend)
@@ -150,7 +161,13 @@ class Fleet:
         server = member.server
         assert server is not None
         is_new = not server.ready_at
-        server.wait_ready(self._plan.start_limit_s)
+        left_s = self._plan.deadline - server.began
+        try:
+            server.wait_ready(min(self._plan.start_limit_s, left_s))
+        except ServerError:
+            if time.monotonic() > self._plan.deadline and not server.has_ended:
+                raise OutOfTimeError(f"{backend} was still starting") from None
+            raise
         if server.has_ended:
             raise ServerError(f"the server ended:\n{server.log_tail()}")
         if is_new:
@@ -163,6 +180,7 @@ class Fleet:
         Raises:
             ServerError, LoadError: nothing came of it; the server is stopped, and a
                 later turn gets another one, but for one that failed too often.
+            OutOfTimeError: it was not ready by the plan's deadline.
         """
         self.warm_up(backend, workload)
         return self._guarded(backend, workload, rate)

@@ -83,7 +83,10 @@ def _plot_throughput(
 
 
 def _plot_rates(study: Study, workload: str, folder: Path) -> Path | None:
-    """Latencies over the rate that was reached; a wall shows saturation."""
+    """Latencies over the rate that was reached; a wall shows saturation.
+
+    Axes are logarithmic, since beyond the wall they are hundreds of times those before.
+    """
     figure, axes = _panels(2, 2)
     is_empty = True
     for axis, metric in zip(axes, _PANELS, strict=True):
@@ -111,12 +114,25 @@ def _plot_rates(study: Study, workload: str, folder: Path) -> Path | None:
                 )  # fmt: skip
         axis.set_xlabel("requests/s answered")
         axis.set_ylabel(METRICS[metric][0])
-        axis.set_ylim(bottom=0)
+        if any(value > 0 for line in axis.lines for value in line.get_ydata()):
+            _make_logarithmic(axis)
     if is_empty:
         return None
     axes[0].legend()
     figure.suptitle(workload)
     return _save(figure, folder / f"latency_{workload}.png")
+
+
+def _make_logarithmic(axis: Any) -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    axis.grid(which="major", alpha=0.3)
+    for one in (axis.xaxis, axis.yaxis):
+        one.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        one.set_major_formatter(StrMethodFormatter("{x:g}"))
+        one.set_minor_formatter(NullFormatter())
 
 
 def _panels(rows: int, columns: int) -> tuple[Any, list[Any]]:

@@ -50,6 +50,7 @@ class Server:
 
     Attributes:
         url: where it will answer.
+        began: when it was started, by `time.monotonic()`.
         process: of the API server; it leads a process group of its own.
         log: its output.
         start_s: seconds from its start to the first answer of /health; 0 before.
@@ -77,7 +78,7 @@ class Server:
         self.url = f"http://127.0.0.1:{port}"
         self.start_s = self.ready_at = 0.0
         self.log = log
-        self._began = time.monotonic()
+        self.began = time.monotonic()
         with log.open("wb") as file:
             self.process = subprocess.Popen(
                 server_command(model, port, options),
@@ -103,13 +104,13 @@ class Server:
                 lines.
         """
         while not self.ready_at:
-            is_late = time.monotonic() > self._began + limit_s
+            is_late = time.monotonic() > self.began + limit_s
             if is_late or self.has_ended or ENGINE_FAILED in self.text:
                 why = f" within {limit_s:.0f} s" if is_late else ""
                 raise ServerError(f"the server did not start{why}:\n{self.log_tail()}")
             try:
                 with urllib.request.urlopen(f"{self.url}/health", timeout=5):
-                    self.start_s = time.monotonic() - self._began
+                    self.start_s = time.monotonic() - self.began
                     self.ready_at = time.time()
             except OSError:
                 time.sleep(0.1)

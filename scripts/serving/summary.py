@@ -73,7 +73,7 @@ def summarise(study: Study, workloads: Mapping[str, Workload], rounds: int) -> S
         workloads: those that were asked for.
         rounds: that were asked for.
     """
-    summary = Summary([_header(study)])
+    summary = Summary([_header(study), _described(workloads)])
     offline = [name for name, kind in workloads.items() if not kind.streamed]
     streamed = [name for name, kind in workloads.items() if kind.streamed]
     for title, names, metrics in (
@@ -105,6 +105,13 @@ def _header(study: Study) -> Table:
     options |= {f"rates of {name}": ", ".join(r) for name, r in study.rates.items()}
     rows = [[name, text] for name, text in (study.environment | options).items()]
     return Table("Where and how", ["", ""], rows)
+
+
+def _described(workloads: Mapping[str, Workload]) -> Table:
+    rows = [[name, *kind.described()] for name, kind in workloads.items()]
+    columns = ["work", "requests", "tokens of a prompt", "tokens of an answer", "sent"]
+    note = "Token ids, and lengths between two bounds, are drawn; the same for all."
+    return Table("Workloads", columns, rows, note)
 
 
 def _measured(

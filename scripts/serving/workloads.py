@@ -30,6 +30,15 @@ class Workload:
     at_rates: bool = field(default=False, repr=False)
     concurrency: int | None = field(default=None, repr=False)
 
+    def described(self) -> tuple[str, str, str, str]:
+        """Requests, tokens of prompts and of answers, and how they are sent."""
+        how = "all at once"
+        if self.at_rates:
+            how = "at random moments, at each rate; inf: all at once"
+        elif self.concurrency:
+            how = f"{self.concurrency} at a time"
+        return str(self.count), _span(self.prompt), _span(self.output), how
+
     @property
     def longest(self) -> int:
         """Tokens of the longest prompt with its answer."""
@@ -55,6 +64,11 @@ class Workload:
         if self.counted == "all":
             tokens += sum(len(prompt) for prompt, _ in requests)
         return tokens
+
+
+def _span(bounds: tuple[int, int]) -> str:
+    least, most = bounds
+    return str(least) if least == most else f"{least} to {most}"
 
 
 WORKLOADS = {
