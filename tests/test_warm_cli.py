@@ -9,6 +9,7 @@ from stub_suites import check_suite
 from test_model_shapes import GEMMA2, GEMMA3, GPT_OSS, LLAMA, QWEN3
 
 from portable_backend import cli
+from portable_backend.commands import warm
 from portable_backend.device import ARCH_LIMITS
 from portable_backend.warmup.model_traits import ModelTraits, traits_of_config
 from portable_backend.warmup.targets import TARGETS, devices_of
@@ -53,7 +54,7 @@ def run(capsys, monkeypatch):
             ["--model", "MODEL", "--cache-dir", "x", "--mount-at", "x"],
             "--mount-at must be an absolute path",
         ),
-        (["--model", "MODEL", "--target", "sm90,sm1"], "--target must be some of sm80"),
+        (["--model", "MODEL", "--target", "sm90,sm1"], "must be all or some of sm80"),
         (["--model", "MODEL", "--block-size", "8"], "block_size must be a multiple"),
         (["--model", "MODEL", "--workers", "0"], "must be at least 1"),
     ],
@@ -69,6 +70,11 @@ def test_the_interpreter_is_refused(run, model, monkeypatch):
     code, err = run("--model", model, "--target", "sm90")
     assert code == 2
     assert "unset TRITON_INTERPRET" in err
+
+
+def test_all_means_every_target():
+    names = [target.arch for target in warm._targets("all")]
+    assert names == list(TARGETS)
 
 
 def test_every_architecture_is_a_target():

@@ -56,7 +56,7 @@ def add_parser(groups: Any) -> None:
     what(
         "--target",
         metavar="ARCH,...",
-        help="such as sm90,gfx942 (default: the GPU at hand)",
+        help="such as sm90,gfx942, or all (default: the GPU at hand)",
     )
     how = parser.add_argument_group("how and where").add_argument
     how(
@@ -179,10 +179,12 @@ def _targets(text: str | None) -> list[_Target]:
         return [_Target(device.arch, [device])]
     # Vendors write sm_90.
     names = [name.strip().replace("sm_", "sm") for name in text.split(",")]
+    if names == ["all"]:
+        names = list(TARGETS)
     for name in names:
         if name not in TARGETS:
             raise UsageError(
-                f"--target must be some of {', '.join(TARGETS)}, got {name}"
+                f"--target must be all or some of {', '.join(TARGETS)}, got {name}"
             )
     return [_Target(name, devices_of(name)) for name in dict.fromkeys(names)]
 
