@@ -70,6 +70,10 @@ revision=$(git rev-parse HEAD 2>/dev/null || echo unknown)
 [ -z "$(git status --porcelain 2>/dev/null)" ] || revision+=-modified
 arguments+=(--build-arg "VERSION=$version" --build-arg "REVISION=$revision")
 [ -z "$base" ] || arguments+=(--build-arg "BASE_IMAGE=$base")
+case $base in
+  '' | *@sha256:*) ;;
+  *) say "--base $base is not pinned: by NAME:TAG@sha256:DIGEST each build gets the same" ;;
+esac
 # OCI's own format has no health check.
 [ "$tool" = docker ] || arguments+=(--format docker)
 

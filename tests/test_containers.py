@@ -392,6 +392,7 @@ def test_build_script_builds_both_and_compares_kernels(fake_tool, tmp_path):
     options += ["--tag", "trial"]
     done = _script("build_images.sh", *options, path=fake_tool)
     assert done.returncode == 0, done.stderr
+    assert "localhost/x:1 is not pinned" in done.stderr
     assert len(done.stdout.splitlines()) == 2
     builds = [x for x in (tmp_path / "log").read_text().splitlines() if "build " in x]
     assert ["Dockerfile.cuda" in builds[0], "Dockerfile.rocm" in builds[1]] == [
@@ -403,7 +404,9 @@ def test_build_script_builds_both_and_compares_kernels(fake_tool, tmp_path):
         # The label tells the package's version, whatever the tag.
         assert f"VERSION={_version()} " in build
         assert ":trial " in build
-    done = _script("build_images.sh", path=fake_tool, ROCM_DIGEST="sha256:bb")
+    pinned = ["--base", "localhost/x:1@sha256:aa"]
+    done = _script("build_images.sh", *pinned, path=fake_tool, ROCM_DIGEST="sha256:bb")
+    assert "not pinned" not in done.stderr
     assert done.returncode == 1
     assert "different kernels" in done.stderr
 
