@@ -84,23 +84,6 @@ def test_verify_drops_what_fails_so_that_the_next_best_is_served(layer, result):
     assert _held(layer) == {good}
 
 
-def test_what_is_refuted_does_not_come_back_from_history(layer):
-    """Earlier times of the same config, unverified ones among them."""
-    refuted = make_record(time_us=1)
-    history = [
-        make_record(time_us=2, measured="2020-01-01"),
-        make_record(time_us=3, verified=False),
-    ]
-    others = {
-        make_record(config=make_config(32)),
-        make_record(make_key(2), time_us=2),
-        make_record(kernel_digest="sha256:old", time_us=2),
-    }
-    layer.merge_in([refuted, *history, *others])
-    verify(layer, [refuted], lambda record: Measurement(10, problem="wrong"))
-    assert _held(layer) == others
-
-
 def test_each_verdict_is_written_before_the_next_is_measured(layer):
     records = [make_record(make_key(n), verified=False) for n in (1, 2)]
     layer.merge_in(records)

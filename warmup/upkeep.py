@@ -94,10 +94,9 @@ def verify(
 ) -> list[Verdict]:
     """Measure records again and keep what that gives in their place.
 
-    A record that fails is dropped from the layer, and with it whatever else the layer
-    says of that config for that key, as histories do: no config that the oracle refutes
-    may be served. Each verdict is written before the next record is measured. What
-    keeps `measurer` from measuring at all, such as another GPU, it must raise.
+    A record that fails is dropped from the layer: no config that the oracle refutes may
+    be served. Each verdict is written before the next record is measured. What keeps
+    `measurer` from measuring at all, such as another GPU, it must raise.
 
     Raises:
         UnsupportedError: there is no measurer, so nothing can be said.
@@ -111,10 +110,7 @@ def verify(
     verdicts = []
     for record in records:
         verdict = _judge(record, measurer)
-        if verdict.after is None:
-            change = _without_config(record)
-        else:
-            change = _without([record], verdict.after)
+        change = _without([record], verdict.after)
         layer.rewrite(record.key.kernel, record.gpu, change)
         verdicts.append(verdict)
         on_verdict(verdict)
@@ -148,23 +144,6 @@ def _without(
     def change(held: tuple[TuningRecord, ...]) -> list[TuningRecord]:
         kept = [record for record in held if record not in gone]
         return kept if instead is None else [*kept, instead]
-
-    return change
-
-
-def _without_config(
-    refuted: TuningRecord,
-) -> Callable[[tuple[TuningRecord, ...]], list[TuningRecord]]:
-    """The change that removes every record of a config of one key."""
-
-    def change(held: tuple[TuningRecord, ...]) -> list[TuningRecord]:
-        return [
-            record
-            for record in held
-            if record != refuted
-            and (record.key, record.config, record.kernel_digest)
-            != (refuted.key, refuted.config, refuted.kernel_digest)
-        ]
 
     return change
 
