@@ -208,9 +208,12 @@ def test_verify_reports_what_it_dropped(run, monkeypatch):
     assert code == 1
     assert result["dropped"][0]["problem"] == "differs from the oracle"
     assert run("show", "--json")[1] == []
+    assert "0 verified, 1 refuted, 0 in history" in run("list")[1]
     # What verifies nothing is no success: it may be the wrong machine or volume.
     code, out, _ = run("verify")
     assert code == 1 and "nothing to verify" in out
+    assert "removed 1 records" in run("prune", "--refuted")[1]
+    assert "refuted" not in run("list")[1]
 
 
 def test_prune_removes_stale_records(run, monkeypatch):

@@ -402,6 +402,16 @@ class _Job:
         store = self.tuner.store
         return [record for _, record in store.records(self.key.kernel)]
 
+    def _refuted(self) -> set[KernelConfig]:
+        """What `cache verify` has refuted: a record of it would never serve."""
+        environment, digest = self.tools.environment, self._digest()
+        return {
+            record.config
+            for _, record in self.tuner.store.refuted(self.key.kernel)
+            if (record.key, record.gpu, record.kernel_digest)
+            == (self.key, environment.gpu, digest)
+        }
+
     def _ranking(
         self,
         space: ListedSpace,
@@ -448,6 +458,7 @@ class _Job:
         winner: tuple[float, KernelConfig, Confirmation] | None = None
         confirmed = 0
         ranked = fastest(result.trials, self.tools.rounds)
+        refuted = self._refuted()
         slower = self._clearly_slower(result.trials)
         prepared = self._upcoming_prepared(wait=False)
         self._compile_upcoming(prepared, ranked[: self.options.batch])
@@ -457,7 +468,7 @@ class _Job:
                 or len(wrong) > self.options.finalists
             ):
                 break
-            if config == self.default or config in slower:
+            if config == self.default or config in slower or config in refuted:
                 continue
             found = self._confirm(config)
             if found.wrong is not None:

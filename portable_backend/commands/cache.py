@@ -68,6 +68,9 @@ def add_parser(groups: Any) -> None:
     _add_filters(parser)
     parser = add("prune", run_prune, "remove records that can no longer be used")
     parser.add_argument("--stale", action="store_true", help="of other kernel code")
+    parser.add_argument(
+        "--refuted", action="store_true", help="what verify said is wrong, to try anew"
+    )
     parser.add_argument("--min-schema", type=int, help="files of an earlier schema")
     parser.add_argument("--dry-run", action="store_true", help="only say what would go")
 
@@ -92,6 +95,7 @@ def run_list(args: argparse.Namespace) -> int:
                     "verified": sum(record.verified for record in merged.served),
                     "unmeasured": sum(r.unmeasured is not None for r in merged.served),
                     "history": len(merged.history),
+                    "refuted": len(merged.refuted),
                     "digests": sorted({r.kernel_digest for r in merged.served}),
                     "problems": list(held.problems),
                     "path": str(layer.path(kernel, gpu)),
@@ -99,16 +103,16 @@ def run_list(args: argparse.Namespace) -> int:
             )
     lines = [
         f"{row['layer']}  {row['kernel']}  {row['gpu']}: {row['records']} records, "
-        f"{row['verified']} verified, {_count_unmeasured(row)}{row['history']} in "
-        f"history  ({row['path']})"
+        f"{row['verified']} verified, {_count(row, 'unmeasured')}"
+        f"{_count(row, 'refuted')}{row['history']} in history  ({row['path']})"
         for row in rows
     ]
     _print(args, rows, lines or ["no records in any layer"])
     return FAILED if any(row["problems"] for row in rows) else DONE
 
 
-def _count_unmeasured(row: dict[str, Any]) -> str:
-    return f"{row['unmeasured']} unmeasured, " if row["unmeasured"] else ""
+def _count(row: dict[str, Any], name: str) -> str:
+    return f"{row[name]} {name}, " if row[name] else ""
 
 
 def run_show(args: argparse.Namespace) -> int:
@@ -231,14 +235,18 @@ def _measurer(device: str) -> Iterator[Measurer]:
 
 
 def run_prune(args: argparse.Namespace) -> int:
-    if not args.stale and args.min_schema is None:
-        raise UsageError("prune needs --stale, --min-schema or both")
+    if not args.stale and not args.refuted and args.min_schema is None:
+        raise UsageError(
+            "prune must be told what to remove, got nothing; give --stale, --refuted, "
+            "--min-schema or several"
+        )
     if args.min_schema is not None and args.min_schema > SCHEMA:
         raise UsageError(f"--min-schema must be at most {SCHEMA}")
     removed, tables = prune(
         _user_cache(args),
         digests=current_digests() if args.stale else None,
         min_schema=args.min_schema,
+        refuted=args.refuted,
         dry_run=args.dry_run,
     )
     verb = "would remove" if args.dry_run else "removed"
