@@ -321,7 +321,8 @@ def _is_ratio(value: Any) -> bool:
     return value is None or _is_number(value, 0, 1e300)
 
 
-def _is_date(value: Any) -> bool:
+def is_date(value: Any) -> bool:
+    """Whether a stored value is an ISO date, or none is given."""
     if value is None:
         return True
     try:
@@ -369,7 +370,7 @@ _CHECKS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("default_us", lambda v: v is None or _is_time(v), f"null or {_MICROSECONDS}"),
     ("error_ratio", _is_ratio, "null or a number, 0 or more"),
     ("verified", lambda v: isinstance(v, bool), "true or false"),
-    ("measured", _is_date, "null or an ISO date"),
+    ("measured", is_date, "null or an ISO date"),
     ("trials", _is_count, "null or a count"),
     ("unmeasured", _is_unmeasured, f"null or an object of {_UNMEASURED}"),
     ("refuted", lambda v: v is None or _is_text(v), "null or a reason"),

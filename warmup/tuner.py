@@ -8,14 +8,12 @@ beyond noise. Each record is written at once, each trial is logged: what is done
 done, however the process ends.
 """
 
-import hashlib
 import itertools
-import json
 import logging
 import math
 import random
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -37,6 +35,7 @@ from portable_backend.warmup.trial_log import (
     LogHeader,
     LogMismatchError,
     TrialLog,
+    log_name,
 )
 from portable_backend.warmup.tuning_options import TuneOptions
 from portable_backend.warmup.tuning_report import Counts, Event, Outcome, Task
@@ -271,11 +270,7 @@ class _Job:
             seed=self.options.seed,
             rounds=self.tools.rounds,
         )
-        # Trials of other code or another toolchain are those of another search.
-        about = asdict(header) | {"digest": self._digest()}
-        about["toolchain"] = dict(environment.toolchain)
-        text = json.dumps(about, sort_keys=True)
-        name = hashlib.sha256(text.encode()).hexdigest()[:16]
+        name = log_name(header, self._digest(), environment.toolchain)
         path = trial_folder(root, self.key.kernel, environment.gpu) / f"{name}.jsonl"
         try:
             if self.again:
