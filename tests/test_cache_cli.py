@@ -9,7 +9,7 @@ import sys
 import time
 
 import pytest
-from record_fakes import GPU, make_key, make_record
+from record_fakes import GPU, make_key, make_record, permissions_bind
 
 from portable_backend import cli
 from portable_backend.commands import cache
@@ -74,6 +74,59 @@ def test_list_fails_where_a_file_is_damaged(run, folder):
     code, rows, _ = run("list", "--json")
     assert code == 1
     assert [bool(row["problems"]) for row in rows] == [True, False]
+
+
+def _fifo(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+def _folder(path):
+    path.unlink()
+    path.mkdir()
+
+
+def _lock(path):
+    path.chmod(0)
+
+
+def _lock_folder(path):
+    path.parent.chmod(0)
+
+
+@pytest.mark.parametrize("suffix", [".json", ".journal"])
+@pytest.mark.parametrize(
+    ("spoil", "problem"),
+    [
+        (_fifo, "not a regular file"),
+        (_folder, "not a regular file"),
+        (_lock, "Permission denied"),
+        (_lock_folder, "Permission denied"),
+    ],
+)
+def test_list_fails_where_a_file_cannot_be_read(run, folder, spoil, problem, suffix):
+    path = folder / "decode" / f"{GPU}{suffix}"
+    path.touch()
+    spoil(path)
+    with permissions_bind():
+        code, rows, _ = run("list", "--json")
+        assert code == 1 and run("list")[0] == 1
+        assert f"not used: {folder}" in run("list")[1]
+    (told,) = [text for row in rows for text in row["problems"]]
+    place = path.parent if spoil is _lock_folder else path
+    assert told == f"{place}: {problem}"
+    path.parent.chmod(0o755)
+
+
+def test_merge_fails_where_a_folder_cannot_be_read(run, tmp_path):
+    other = tmp_path / "other"
+    WritableLayer("", other).merge_in([make_record(make_key(1))])
+    (other / "decode").chmod(0)
+    with permissions_bind():
+        code, result, _ = run("merge", other, "--json")
+    (other / "decode").chmod(0o755)
+    assert code == 1 and result["records"] == 0
+    assert result["problems"] == [f"{other}/decode: Permission denied"]
 
 
 def test_show_gives_records_for_people_and_for_machines(run):

@@ -78,11 +78,15 @@ class Layer:
     Args:
         name: for people: "user cache", "image layer 1", "shipped".
         root: the folder; it need not exist.
+
+    Attributes:
+        unreadable: why files and folders could not be read when they were last tried.
     """
 
     def __init__(self, name: str, root: Path) -> None:
         self.name = name
         self.root = Path(root)
+        self.unreadable: dict[Path, str] = {}
         self._reported: set[Path | str] = set()
         # What files held when they were last read: who tunes reads them often.
         self._parsed: dict[tuple[str, str], tuple[tuple[bytes | None, ...], LayerFile]]
@@ -115,7 +119,9 @@ class Layer:
             problem = f"{path}: the last line is torn after {len(tail)} bytes"
             self.report(path, [problem])
             held = replace(held, problems=(*held.problems, problem))
-        return held
+        paths = (self.path(kernel, gpu, suffix) for suffix in (JOURNAL, TABLE))
+        unread = [self.unreadable[path] for path in paths if path in self.unreadable]
+        return replace(held, problems=(*held.problems, *unread)) if unread else held
 
     def portfolios(self, kernel: str) -> list[tuple[Path, bytes]]:
         """The portfolio files for one kernel, not yet parsed."""
@@ -178,20 +184,26 @@ class Layer:
 
     def _read(self, path: Path) -> bytes | None:
         """A file's content; None, with a log line, where it cannot be read."""
+        self.unreadable.pop(path, None)
         try:
             return _content(path)
         except OSError as error:
-            self.report(path, [f"{path}: {error}"])
+            self._note_unreadable(path, error)
             return None
 
     def _listing(self, folder: Path) -> list[Path]:
+        self.unreadable.pop(folder, None)
         try:
             return sorted(folder.iterdir())
         except (FileNotFoundError, NotADirectoryError) as error:
             logger.debug("%s: %s", self.name, error)
         except OSError as error:
-            self.report(folder, [f"{folder}: {error}"])
+            self._note_unreadable(folder, error)
         return []
+
+    def _note_unreadable(self, path: Path, error: OSError) -> None:
+        self.unreadable[path] = f"{path}: {error.strerror or error}"
+        self.report(path, [self.unreadable[path]])
 
 
 class WritableLayer(Layer):

@@ -81,7 +81,7 @@ def _add_filters(parser: argparse.ArgumentParser) -> None:
 
 
 def run_list(args: argparse.Namespace) -> int:
-    rows = []
+    rows: list[dict[str, Any]] = []
     for layer in _store(args).layers:
         for kernel, gpu in _files(layer, args):
             held = layer.load_file(kernel, gpu)
@@ -101,14 +101,31 @@ def run_list(args: argparse.Namespace) -> int:
                     "path": str(layer.path(kernel, gpu)),
                 }
             )
-    lines = [
-        f"{row['layer']}  {row['kernel']}  {row['gpu']}: {row['records']} records, "
-        f"{row['verified']} verified, {_count(row, 'unmeasured')}"
-        f"{_count(row, 'refuted')}{row['history']} in history  ({row['path']})"
-        for row in rows
-    ]
+        named = {problem for row in rows for problem in row["problems"]}
+        for path, problem in layer.unreadable.items():
+            if problem not in named:  # a folder, of which nobody knows what it holds
+                rows.append(_unread_row(layer, path, problem))
+    lines = [_list_line(row) for row in rows]
     _print(args, rows, lines or ["no records in any layer"])
     return FAILED if any(row["problems"] for row in rows) else DONE
+
+
+def _unread_row(layer: Layer, path: Path, problem: str) -> dict[str, Any]:
+    counts = ("records", "verified", "unmeasured", "history", "refuted")
+    row: dict[str, Any] = {"layer": layer.name, "kernel": None, "gpu": None}
+    row |= dict.fromkeys(counts, 0)
+    return row | {"digests": [], "problems": [problem], "path": str(path)}
+
+
+def _list_line(row: dict[str, Any]) -> str:
+    wrong = "".join(f"\n  not used: {problem}" for problem in row["problems"])
+    if row["kernel"] is None:
+        return f"{row['layer']}  {row['path']}{wrong}"
+    return (
+        f"{row['layer']}  {row['kernel']}  {row['gpu']}: {row['records']} records, "
+        f"{row['verified']} verified, {_count(row, 'unmeasured')}"
+        f"{_count(row, 'refuted')}{row['history']} in history  ({row['path']}){wrong}"
+    )
 
 
 def _count(row: dict[str, Any], name: str) -> str:
@@ -189,6 +206,7 @@ def run_merge(args: argparse.Namespace) -> int:
             for held in source.load(kernel):
                 records += held.records
                 problems += held.problems
+        problems += [p for p in source.unreadable.values() if p not in problems]
     layer = _user_cache(args, may_be_made=True)
     layer.merge_in(records)
     result = {"cache_dir": str(layer.root), "records": len(records)}
