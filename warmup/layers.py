@@ -9,6 +9,7 @@ raises while an engine serves; a file that cannot be used costs one log line.
 import contextlib
 import errno
 import functools
+import itertools
 import logging
 import operator
 import os
@@ -247,7 +248,8 @@ class WritableLayer(Layer):
     ) -> None:
         """Replace a file's records by `change(records)`, journal included.
 
-        A damaged table or journal is kept beside, with the suffix ".damaged".
+        A damaged table or journal is kept beside, with the suffix ".damaged", or
+        ".2.damaged" and so on where another one is.
 
         Raises:
             OSError: it cannot be written or locked; nothing has changed then.
@@ -265,8 +267,7 @@ class WritableLayer(Layer):
                 (journal, held.has_journal_problems),
             ):
                 if is_damaged and path.exists():
-                    aside = path.with_name(path.name + DAMAGED)
-                    _replace(aside, path.read_bytes())
+                    _set_aside(path)
             _replace(table, format_table(kernel, gpu, merged).encode())
             if held.kept_lines:
                 _replace(journal, b"".join(line + b"\n" for line in held.kept_lines))
@@ -366,6 +367,19 @@ def _end_of_lines(handle: int) -> int:
     kept = os.pread(handle, size, 0).rfind(b"\n") + 1
     os.ftruncate(handle, kept)
     return kept
+
+
+def _set_aside(path: Path) -> None:
+    """Keep a copy of a damaged file beside it, and earlier ones; the lock is held."""
+    data = path.read_bytes()
+    for number in itertools.count(1):
+        infix = f".{number}" if number > 1 else ""
+        aside = path.with_name(f"{path.name}{infix}{DAMAGED}")
+        if not os.path.lexists(aside):
+            _replace(aside, data)
+            return
+        if aside.is_file() and aside.read_bytes() == data:
+            return
 
 
 def _replace(path: Path, data: bytes) -> None:
