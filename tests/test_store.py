@@ -23,7 +23,8 @@ from record_fakes import (
 )
 
 from portable_backend.warmup import layers
-from portable_backend.warmup.layers import DAMAGED, JOURNAL, Layer, WritableLayer
+from portable_backend.warmup.layers import JOURNAL, Layer, WritableLayer
+from portable_backend.warmup.record_files import DAMAGED
 from portable_backend.warmup.store import PROCESS, USER_CACHE, RecordStore
 from portable_backend.warmup.tables import NewerSchemaError
 

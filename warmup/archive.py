@@ -5,6 +5,7 @@ The same records give the same bytes. Reading one trusts nothing: names, sizes,
 checksums and every entry are checked before anything is merged.
 """
 
+import functools
 import hashlib
 import io
 import json
@@ -18,13 +19,13 @@ from urllib.parse import unquote
 
 from portable_backend.errors import RecordError
 from portable_backend.warmup.layers import (
-    MAX_FILE_BYTES,
     PORTFOLIO,
     TABLE,
     WritableLayer,
     file_stem,
 )
 from portable_backend.warmup.portfolio import Portfolio, parse_portfolio
+from portable_backend.warmup.record_files import MAX_FILE_BYTES
 from portable_backend.warmup.records import TuningRecord, short
 from portable_backend.warmup.tables import (
     check_schema,
@@ -92,10 +93,20 @@ class Archive:
         return texts
 
     def merge_into(self, layer: WritableLayer) -> None:
-        """Merge by the conflict rule; raises OSError where it cannot be written."""
-        layer.merge_in(self.records)
-        for item in self.portfolios:
-            layer.write_file(item.kernel, item.gpu, PORTFOLIO, item.to_text().encode())
+        """Merge by the conflict rule, all of it or nothing.
+
+        Raises:
+            OSError, NewerSchemaError: as `WritableLayer.rewrite_all`.
+        """
+        portfolios = {
+            (item.kernel, item.gpu): functools.partial(_instead, item)
+            for item in self.portfolios
+        }
+        layer.merge_in(self.records, portfolios)
+
+
+def _instead(portfolio: Portfolio, held: bytes | None) -> bytes:
+    return portfolio.to_text().encode()
 
 
 def read_archive(path: Path) -> Archive:
