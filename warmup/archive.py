@@ -5,7 +5,6 @@ The same records give the same bytes. Reading one trusts nothing: names, sizes,
 checksums and every entry are checked before anything is merged.
 """
 
-import functools
 import hashlib
 import io
 import json
@@ -25,6 +24,7 @@ from portable_backend.warmup.layers import (
     file_stem,
 )
 from portable_backend.warmup.portfolio import Portfolio, parse_portfolio
+from portable_backend.warmup.portfolio_files import merge_all
 from portable_backend.warmup.record_files import MAX_FILE_BYTES
 from portable_backend.warmup.records import TuningRecord, short
 from portable_backend.warmup.tables import (
@@ -92,21 +92,11 @@ class Archive:
             texts[_member(item.kernel, item.gpu, PORTFOLIO)] = item.to_text()
         return texts
 
-    def merge_into(self, layer: WritableLayer) -> None:
-        """Merge by the conflict rule, all of it or nothing.
-
-        Raises:
-            OSError, NewerSchemaError: as `WritableLayer.rewrite_all`.
-        """
-        portfolios = {
-            (item.kernel, item.gpu): functools.partial(_instead, item)
-            for item in self.portfolios
-        }
-        layer.merge_in(self.records, portfolios)
-
-
-def _instead(portfolio: Portfolio, held: bytes | None) -> bytes:
-    return portfolio.to_text().encode()
+    def merge_into(
+        self, layer: WritableLayer, digests: Mapping[str, str] | None = None
+    ) -> None:
+        """Merge all of it or nothing; arguments and errors are `merge_all`'s."""
+        merge_all(layer, self.records, self.portfolios, digests)
 
 
 def read_archive(path: Path) -> Archive:

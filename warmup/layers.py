@@ -11,7 +11,7 @@ import functools
 import logging
 import operator
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import quote, unquote
@@ -39,9 +39,9 @@ PORTFOLIO = ".portfolio.json"
 # this long waits for a stopped process.
 LOCK_TIMEOUT_S = 30.0
 Place = tuple[str, str]  # a kernel and a GPU
-# What a table's records become, and a portfolio's file; None leaves that.
+# What a table's records become, and what is written for a portfolio's path and content.
 Change = Callable[[tuple[TuningRecord, ...]], Iterable[TuningRecord]]
-FileChange = Callable[[bytes | None], bytes | None]
+FileChange = Callable[[Path, bytes | None], Sequence[tuple[Path, bytes]]]
 
 
 def file_stem(name: str) -> str:
@@ -259,7 +259,8 @@ class WritableLayer(Layer):
 
         Args:
             tables: what becomes of the records of table and journal.
-            portfolios: what becomes of the file, None where there is none.
+            portfolios: what becomes of the file, whose content is None where there is
+                none.
 
         A damaged table or journal is kept beside, with the suffix ".damaged", or
         ".2.damaged" and so on where another one is.
@@ -273,14 +274,12 @@ class WritableLayer(Layer):
             # In order, so that nobody waits for who waits for him.
             for place in sorted({*tables, *portfolios}):
                 locks.enter_context(self._locked(*place))
-            files = []
+            files: list[tuple[Path, bytes | None]] = []
             for place, change in tables.items():
                 files += self._planned(*place, change)
-            for place, replace_by in portfolios.items():
+            for place, file_change in portfolios.items():
                 path = self.path(*place, PORTFOLIO)
-                data = replace_by(content(path))
-                if data is not None:
-                    files.append((path, data))
+                files += file_change(path, content(path))
             write_all(files)
 
     def _planned(
@@ -337,10 +336,10 @@ class WritableLayer(Layer):
         with self._locked(kernel, gpu):
             write_all([(self.path(kernel, gpu, suffix), data)])
 
-    def delete_table(self, kernel: str, gpu: str) -> None:
-        """Delete a table; what its journal holds stays."""
+    def delete_file(self, kernel: str, gpu: str, suffix: str = TABLE) -> None:
+        """Delete a table or another file; what the journal holds stays."""
         with self._locked(kernel, gpu):
-            self.path(kernel, gpu).unlink(missing_ok=True)
+            self.path(kernel, gpu, suffix).unlink(missing_ok=True)
 
     def _torn_tail(self, kernel: str, gpu: str, journal: bytes) -> bytes:
         """Torn, or still being written? Once the lock is free it is known."""

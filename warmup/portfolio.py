@@ -205,6 +205,18 @@ class Portfolio:
             measured,
         )
 
+    def __str__(self) -> str:
+        text = (
+            f"portfolio of {len(self.configs)} configs for {len(self.assignment)} keys"
+        )
+        if self.loss is not None:
+            text += f" loses {self.loss - 1:.2%} (geometric mean)"
+        if self.worst_key is not None and self.worst_loss is not None:
+            text += f", at worst {self.worst_loss - 1:.2%} in {self.worst_key}"
+        elif self.worst_key is not None:
+            text += f", none of them known to run in {self.worst_key}"
+        return text
+
     def configs_for(self, key: TuningKey) -> Iterator[KernelConfig]:
         """Every config once, that of the bucket most like `key` first."""
         ordered = sorted(

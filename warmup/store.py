@@ -6,12 +6,11 @@ import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
-from urllib.parse import unquote
 
 from portable_backend import kernels
-from portable_backend.errors import RecordError
-from portable_backend.warmup.layers import PORTFOLIO, Layer, WritableLayer
-from portable_backend.warmup.portfolio import Portfolio, parse_portfolio
+from portable_backend.warmup.layers import Layer, WritableLayer
+from portable_backend.warmup.portfolio import Portfolio
+from portable_backend.warmup.portfolio_files import read_portfolios
 from portable_backend.warmup.records import TuningRecord
 from portable_backend.warmup.tables import merge_records
 
@@ -156,14 +155,10 @@ class RecordStore:
                     part = found if record.refuted is None else refuted
                     part.append((layer.name, record))
                 problems += file.problems
-            for path, data in layer.portfolios(kernel):
-                gpu = unquote(path.name.removesuffix(PORTFOLIO))
-                try:
-                    portfolio = parse_portfolio(data, str(path), kernel, gpu)
-                    portfolios.append((layer.name, portfolio))
-                except RecordError as error:
-                    layer.report(path, [str(error)])
-                    problems.append(str(error))
+            for held in read_portfolios(layer, kernel):
+                if held.portfolio is not None:
+                    portfolios.append((layer.name, held.portfolio))
+                problems += [] if held.problem is None else [held.problem]
         self._portfolios[kernel] = tuple(portfolios)
         self._refuted[kernel] = tuple(refuted)
         self._read[kernel] = tuple(found)

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from datetime import date
 
 from portable_backend.errors import RecordError, UnsupportedError, bad_argument
-from portable_backend.warmup.layers import TABLE, WritableLayer
+from portable_backend.warmup.layers import PORTFOLIO, TABLE, WritableLayer
+from portable_backend.warmup.portfolio_files import read_portfolios
 from portable_backend.warmup.records import SCHEMA, TuningRecord
 
 
@@ -52,13 +53,14 @@ def prune(
 
     Args:
         layer: the folder to prune.
-        digests: of today's kernels; records of these kernels with another one go.
+        digests: of today's kernels; records and portfolios of these kernels with
+            another one go.
         min_schema: tables of a schema below go as a whole.
         refuted: whether refutations go, so that what they are about may serve again.
         dry_run: report only.
 
     Returns:
-        The records that go, and the paths of the tables that go.
+        The records that go, and the paths of the tables and portfolios that go.
 
     Raises:
         ValueError: `min_schema` is above what this version writes.
@@ -75,7 +77,7 @@ def prune(
             if min_schema is not None and _schema(layer, kernel, gpu) < min_schema:
                 tables.append(str(layer.path(kernel, gpu)))
                 if not dry_run:
-                    layer.delete_table(kernel, gpu)
+                    layer.delete_file(kernel, gpu)
             wanted = (digests or {}).get(kernel)
             held = layer.load_file(kernel, gpu).records
             stale = {
@@ -87,6 +89,13 @@ def prune(
             removed += sorted(stale, key=lambda record: record.content)
             if stale and not dry_run:
                 layer.rewrite(kernel, gpu, _without(stale))
+        for file in read_portfolios(layer, kernel):
+            portfolio, wanted = file.portfolio, (digests or {}).get(kernel)
+            if wanted is None or portfolio is None or portfolio.kernel_digest == wanted:
+                continue
+            tables.append(str(file.path))
+            if not dry_run:
+                layer.delete_file(kernel, file.gpu, PORTFOLIO)
     return removed, tables
 
 

@@ -20,6 +20,12 @@ from portable_backend.warmup.digest import current_digests
 from portable_backend.warmup.layers import Layer, WritableLayer, why_no_folder
 from portable_backend.warmup.lookup import Lookup, SpaceCheck
 from portable_backend.warmup.matching import Environment, current_toolchain
+from portable_backend.warmup.portfolio import Portfolio
+from portable_backend.warmup.portfolio_files import (
+    PortfolioFile,
+    merge_all,
+    read_portfolios,
+)
 from portable_backend.warmup.records import SCHEMA, TuningKey, TuningRecord
 from portable_backend.warmup.store import USER_CACHE, RecordStore
 from portable_backend.warmup.tables import merge_records
@@ -83,8 +89,9 @@ def _add_filters(parser: argparse.ArgumentParser) -> None:
 def run_list(args: argparse.Namespace) -> int:
     rows: list[dict[str, Any]] = []
     for layer in _store(args).layers:
-        for kernel, gpu in _files(layer, args):
+        for kernel, gpu, told in _listed(layer, args):
             held = layer.load_file(kernel, gpu)
+            problem = told.problem if told is not None else None
             merged = merge_records(held.records)
             rows.append(
                 {
@@ -97,7 +104,8 @@ def run_list(args: argparse.Namespace) -> int:
                     "history": len(merged.history),
                     "refuted": len(merged.refuted),
                     "digests": sorted({r.kernel_digest for r in merged.served}),
-                    "problems": list(held.problems),
+                    "portfolio": _portfolio_row(told),
+                    "problems": [*held.problems, *([problem] if problem else [])],
                     "path": str(layer.path(kernel, gpu)),
                 }
             )
@@ -114,13 +122,44 @@ def _unread_row(layer: Layer, path: Path, problem: str) -> dict[str, Any]:
     counts = ("records", "verified", "unmeasured", "history", "refuted")
     row: dict[str, Any] = {"layer": layer.name, "kernel": None, "gpu": None}
     row |= dict.fromkeys(counts, 0)
-    return row | {"digests": [], "problems": [problem], "path": str(path)}
+    row |= {"digests": [], "portfolio": None}
+    return row | {"problems": [problem], "path": str(path)}
+
+
+def _portfolio_row(file: PortfolioFile | None) -> dict[str, Any] | None:
+    if file is None or file.portfolio is None:
+        return None
+    held = file.portfolio
+    return {
+        "configs": [config.to_dict() for config in held.configs],
+        "buckets": len(held.assignment),
+        "loss": held.loss,
+        "worst_key": held.worst_key.to_dict() if held.worst_key else None,
+        "worst_loss": held.worst_loss,
+        "digest": held.kernel_digest,
+        "measured": held.measured,
+        "path": str(file.path),
+        "text": str(held),
+    }
+
+
+def _listed(
+    layer: Layer, args: argparse.Namespace
+) -> Iterable[tuple[str, str, PortfolioFile | None]]:
+    """(kernel, GPU, portfolio) of which a layer has records, a portfolio or both."""
+    for kernel in layer.kernels():
+        files = {file.gpu: file for file in read_portfolios(layer, kernel)}
+        for gpu in sorted({*layer.gpus(kernel), *files}):
+            if _wanted(args, kernel, gpu):
+                yield kernel, gpu, files.get(gpu)
 
 
 def _list_line(row: dict[str, Any]) -> str:
     wrong = "".join(f"\n  not used: {problem}" for problem in row["problems"])
     if row["kernel"] is None:
         return f"{row['layer']}  {row['path']}{wrong}"
+    if row["portfolio"] is not None:
+        wrong = f"\n  {row['portfolio']['text']}{wrong}"
     return (
         f"{row['layer']}  {row['kernel']}  {row['gpu']}: {row['records']} records, "
         f"{row['verified']} verified, {_count(row, 'unmeasured')}"
@@ -188,15 +227,27 @@ def run_export(args: argparse.Namespace) -> int:
 def run_import(args: argparse.Namespace) -> int:
     archive = read_archive(args.file)
     layer = _user_cache(args, may_be_made=True)
-    archive.merge_into(layer)
-    count = len(archive.records)
-    result = {"cache_dir": str(layer.root), "records": count}
-    _print(args, result, [f"{count} records merged into {layer.root}"])
+    archive.merge_into(layer, _digests())
+    _print_merged(args, layer, len(archive.records), len(archive.portfolios))
     return DONE
+
+
+def _print_merged(
+    args: argparse.Namespace,
+    layer: Layer,
+    records: int,
+    portfolios: int,
+    **more: object,
+) -> None:
+    result = {"cache_dir": str(layer.root), "records": records}
+    result |= {"portfolios": portfolios} | more
+    both = f" and {portfolios} portfolios" if portfolios else ""
+    _print(args, result, [f"{records} records{both} merged into {layer.root}"])
 
 
 def run_merge(args: argparse.Namespace) -> int:
     records: list[TuningRecord] = []
+    portfolios: list[Portfolio] = []
     problems: list[str] = []
     for folder in args.folder:
         if not folder.is_dir():
@@ -206,15 +257,13 @@ def run_merge(args: argparse.Namespace) -> int:
             for held in source.load(kernel):
                 records += held.records
                 problems += held.problems
+            for file in read_portfolios(source, kernel):
+                portfolios += [] if file.portfolio is None else [file.portfolio]
+                problems += [] if file.problem is None else [file.problem]
         problems += [p for p in source.unreadable.values() if p not in problems]
     layer = _user_cache(args, may_be_made=True)
-    layer.merge_in(records)
-    result = {"cache_dir": str(layer.root), "records": len(records)}
-    _print(
-        args,
-        result | {"problems": problems},
-        [f"{len(records)} records merged into {layer.root}"],
-    )
+    merge_all(layer, records, portfolios, _digests())
+    _print_merged(args, layer, len(records), len(portfolios), problems=problems)
     return FAILED if problems else DONE
 
 
@@ -275,7 +324,7 @@ def run_prune(args: argparse.Namespace) -> int:
     }
     lines = [f"{verb} {r.key} on {r.gpu}" for r in removed]
     lines += [f"{verb} {path}" for path in tables]
-    lines.append(f"{verb} {len(removed)} records and {len(tables)} tables")
+    lines.append(f"{verb} {len(removed)} records and {len(tables)} files")
     _print(args, result, lines)
     return DONE
 
@@ -368,12 +417,16 @@ def _device(args: argparse.Namespace) -> DeviceInfo | None:
         raise UsageError(f"no GPU here ({error}); give --gpu and --arch") from None
 
 
-def _environment(args: argparse.Namespace, device: DeviceInfo | None) -> Environment:
+def _digests() -> dict[str, str] | None:
     try:
-        digests = current_digests()
+        return current_digests()
     except RecordError as error:
         print(f"kernel_digest is not compared: {error}", file=sys.stderr)
-        digests = None
+        return None
+
+
+def _environment(args: argparse.Namespace, device: DeviceInfo | None) -> Environment:
+    digests = _digests()
     gpu, arch = (device.name, device.arch) if device else (args.gpu, args.arch)
     # A GPU that is only named has no known number of units.
     units = device.num_units if device and args.gpu is None else None
