@@ -358,7 +358,8 @@ def table(rows: Sequence[Row]) -> str:
 
 def records_in(folder: Path) -> tuple[list[str], list[str]]:
     """(the key of each record, what is wrong with the files) of a cache's folder."""
-    from portable_backend.warmup.layers import DAMAGED, Layer
+    from portable_backend.warmup.layers import Layer
+    from portable_backend.warmup.record_files import DAMAGED
 
     layer, keys = Layer("the cache", folder), []
     problems = [f"{path.name} is there" for path in folder.rglob(f"*{DAMAGED}")]

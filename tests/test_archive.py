@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Archives of records: the same bytes for the same records, and no trust in others'."""
 
+import dataclasses
+import errno
 import hashlib
 import io
+import itertools
 import json
+import os
 import zipfile
 
 import pytest
@@ -18,8 +22,9 @@ from record_fakes import (
 
 from portable_backend.errors import RecordError
 from portable_backend.warmup.archive import archive_of, read_archive
-from portable_backend.warmup.layers import WritableLayer
+from portable_backend.warmup.layers import PORTFOLIO, WritableLayer
 from portable_backend.warmup.lookup import Lookup
+from portable_backend.warmup.portfolio_files import read_portfolios
 from portable_backend.warmup.store import RecordStore
 
 RECORDS = [make_record(make_key(n), time_us=n) for n in (1, 54, 1328)]
@@ -78,6 +83,101 @@ def test_an_import_merges_by_the_conflict_rule(path, tmp_path):
         read_archive(path).merge_into(layer)
     (file,) = [f for f in layer.load("decode") if f.gpu == "nvidia_h200"]
     assert set(file.records) == {*RECORDS[:4], better, worse}
+
+
+def _portfolios():
+    """Of other code, of today's, wider, of less loss, later: each beats the last."""
+    small = dataclasses.replace(make_portfolio(), assignment={make_key(1): 0})
+    return [
+        make_portfolio(kernel_digest="sha256:old", measured="2026-12-01"),
+        small,
+        make_portfolio(),
+        dataclasses.replace(make_portfolio(), loss=1.0),
+        dataclasses.replace(small, measured="2026-11-30"),
+    ]
+
+
+def test_the_order_of_imports_does_not_matter_for_portfolios(tmp_path):
+    offered = _portfolios()
+    for number, order in enumerate(itertools.permutations(offered)):
+        layer = WritableLayer("", tmp_path / str(number))
+        for portfolio in order:
+            archive_of([], [portfolio]).merge_into(layer, ENVIRONMENT.digests)
+        (held,) = read_portfolios(layer, "decode")
+        assert held.portfolio == offered[-1]
+
+
+def test_a_damaged_portfolio_gives_way_and_a_copy_is_kept(tmp_path):
+    layer = WritableLayer("", tmp_path)
+    layer.write_file("decode", "nvidia_h200", PORTFOLIO, b"[]")
+    archive_of([], [make_portfolio()]).merge_into(layer)
+    (held,) = read_portfolios(layer, "decode")
+    assert held.portfolio == make_portfolio()
+    assert held.path.with_name(held.path.name + ".damaged").read_bytes() == b"[]"
+
+
+def test_a_portfolio_of_a_later_schema_is_not_overwritten(tmp_path):
+    layer = WritableLayer("", tmp_path)
+    later = make_portfolio().to_text().replace('"schema": 1', '"schema": 2').encode()
+    layer.write_file("decode", "nvidia_h200", PORTFOLIO, later)
+    with pytest.raises(RecordError, match="later version"):
+        archive_of(RECORDS, [make_portfolio()]).merge_into(layer)
+    assert layer.path("decode", "nvidia_h200", PORTFOLIO).read_bytes() == later
+    assert layer.gpus("decode") == []
+
+
+def _files(folder):
+    """What a layer holds; locks are left where something was tried."""
+    paths = [path for path in folder.rglob("*") if path.suffix != ".lock"]
+    return {path: path.read_bytes() for path in paths if path.is_file()}
+
+
+def _newer(layer):
+    path = layer.path("decode", "nvidia_h200")
+    path.write_text(path.read_text().replace('"schema": 1', '"schema": 2', 1))
+
+
+def _folder_for_portfolio(layer):
+    layer.path("decode", "nvidia_h200", PORTFOLIO).mkdir()
+
+
+def _folder_for_copy(layer):
+    layer.path("decode", "nvidia_h100", ".json.tmp").mkdir()
+
+
+@pytest.mark.parametrize("spoil", [_newer, _folder_for_portfolio, _folder_for_copy])
+def test_what_cannot_all_be_imported_changes_nothing(path, tmp_path, spoil):
+    """The first files of the archive could be."""
+    layer = WritableLayer("", tmp_path / "cache")
+    layer.merge_in([make_record(make_key(7)), make_record(gpu="nvidia_h100")])
+    layer.append(make_record(make_key(8)))
+    spoil(layer)
+    before = _files(layer.root)
+    with pytest.raises((OSError, RecordError)):
+        read_archive(path).merge_into(layer)
+    assert _files(layer.root) == before
+
+
+@pytest.mark.parametrize("failing", [1, 2, 3])
+def test_an_import_that_fails_half_way_is_undone(path, tmp_path, monkeypatch, failing):
+    layer = WritableLayer("", tmp_path / "cache")
+    layer.merge_in([make_record(make_key(7))])
+    layer.append(make_record(make_key(8)))
+    before, calls, replace = _files(layer.root), [], os.replace
+
+    def fail(*paths):
+        calls.append(paths)
+        if len(calls) == failing:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        replace(*paths)
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        read_archive(path).merge_into(layer)
+    assert _files(layer.root) == before
+    monkeypatch.undo()
+    read_archive(path).merge_into(layer)
+    assert {file.gpu for file in layer.load("decode")} == {"nvidia_h100", "nvidia_h200"}
 
 
 def test_an_archive_cut_at_any_byte_is_refused(path):

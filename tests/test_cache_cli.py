@@ -9,14 +9,20 @@ import sys
 import time
 
 import pytest
-from record_fakes import GPU, make_key, make_record
+from record_fakes import (
+    GPU,
+    make_key,
+    make_portfolio,
+    make_record,
+    permissions_bind,
+)
 
 from portable_backend import cli
 from portable_backend.commands import cache
 from portable_backend.device import ARCH_LIMITS, DeviceInfo
 from portable_backend.errors import RecordError
 from portable_backend.kernels.config import KernelConfig
-from portable_backend.warmup.layers import WritableLayer
+from portable_backend.warmup.layers import PORTFOLIO, WritableLayer
 from portable_backend.warmup.records import TuningKey
 from portable_backend.warmup.upkeep import Measurement
 
@@ -74,6 +80,103 @@ def test_list_fails_where_a_file_is_damaged(run, folder):
     code, rows, _ = run("list", "--json")
     assert code == 1
     assert [bool(row["problems"]) for row in rows] == [True, False]
+
+
+def _write_portfolio(folder, **fields):
+    portfolio = make_portfolio(**fields)
+    layer = WritableLayer("", folder)
+    layer.write_file("decode", portfolio.gpu, PORTFOLIO, portfolio.to_text().encode())
+    return layer.path("decode", portfolio.gpu, PORTFOLIO)
+
+
+def test_list_shows_portfolios_and_what_is_wrong_with_them(run, folder):
+    path = _write_portfolio(folder)
+    _write_portfolio(folder, gpu="nvidia_h100")  # which has no records
+    code, (other, row), _ = run("list", "--json")
+    assert (code, other["gpu"], other["records"]) == (0, "nvidia_h100", 0)
+    told = row["portfolio"]
+    assert (told["buckets"], len(told["configs"]), told["path"]) == (3, 2, str(path))
+    assert told["loss"] == 1.0 and told["worst_loss"] >= 1
+    assert "portfolio of 2 configs for 3 keys loses 0.00%" in run("list")[1]
+    path.write_text("{")
+    code, (_, row), _ = run("list", "--json")
+    assert code == 1 and row["portfolio"] is None
+    assert row["problems"][0].startswith(f"{path}: not JSON")
+
+
+def test_merge_brings_portfolios_along(run, tmp_path, folder):
+    other = tmp_path / "other"
+    path = _write_portfolio(other)
+    code, result, _ = run("merge", other, "--json")
+    assert (code, result["portfolios"]) == (0, 1)
+    assert (folder / "decode" / path.name).read_text() == path.read_text()
+    path.write_text("{")
+    code, result, _ = run("merge", other, "--json")
+    assert (code, len(result["problems"])) == (1, 1)
+
+
+def test_prune_removes_stale_portfolios(run, folder, monkeypatch):
+    path = _write_portfolio(folder)
+    run("prune", "--stale")
+    assert path.exists()
+    monkeypatch.setattr(cache, "current_digests", lambda: {"decode": "sha256:new"})
+    _, result, _ = run("prune", "--stale", "--dry-run", "--json")
+    assert result["tables"] == [str(path)] and path.exists()
+    assert "removed 1 records and 1 files" in run("prune", "--stale")[1]
+    assert not path.exists()
+
+
+def _fifo(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+def _folder(path):
+    path.unlink()
+    path.mkdir()
+
+
+def _lock(path):
+    path.chmod(0)
+
+
+def _lock_folder(path):
+    path.parent.chmod(0)
+
+
+@pytest.mark.parametrize("suffix", [".json", ".journal"])
+@pytest.mark.parametrize(
+    ("spoil", "problem"),
+    [
+        (_fifo, "not a regular file"),
+        (_folder, "not a regular file"),
+        (_lock, "Permission denied"),
+        (_lock_folder, "Permission denied"),
+    ],
+)
+def test_list_fails_where_a_file_cannot_be_read(run, folder, spoil, problem, suffix):
+    path = folder / "decode" / f"{GPU}{suffix}"
+    path.touch()
+    spoil(path)
+    with permissions_bind():
+        code, rows, _ = run("list", "--json")
+        assert code == 1 and run("list")[0] == 1
+        assert f"not used: {folder}" in run("list")[1]
+    (told,) = [text for row in rows for text in row["problems"]]
+    place = path.parent if spoil is _lock_folder else path
+    assert told == f"{place}: {problem}"
+    path.parent.chmod(0o755)
+
+
+def test_merge_fails_where_a_folder_cannot_be_read(run, tmp_path):
+    other = tmp_path / "other"
+    WritableLayer("", other).merge_in([make_record(make_key(1))])
+    (other / "decode").chmod(0)
+    with permissions_bind():
+        code, result, _ = run("merge", other, "--json")
+    (other / "decode").chmod(0o755)
+    assert code == 1 and result["records"] == 0
+    assert result["problems"] == [f"{other}/decode: Permission denied"]
 
 
 def test_show_gives_records_for_people_and_for_machines(run):
@@ -208,9 +311,12 @@ def test_verify_reports_what_it_dropped(run, monkeypatch):
     assert code == 1
     assert result["dropped"][0]["problem"] == "differs from the oracle"
     assert run("show", "--json")[1] == []
+    assert "0 verified, 1 refuted, 0 in history" in run("list")[1]
     # What verifies nothing is no success: it may be the wrong machine or volume.
     code, out, _ = run("verify")
     assert code == 1 and "nothing to verify" in out
+    assert "removed 1 records" in run("prune", "--refuted")[1]
+    assert "refuted" not in run("list")[1]
 
 
 def test_prune_removes_stale_records(run, monkeypatch):

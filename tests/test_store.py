@@ -23,7 +23,8 @@ from record_fakes import (
 )
 
 from portable_backend.warmup import layers
-from portable_backend.warmup.layers import DAMAGED, JOURNAL, Layer, WritableLayer
+from portable_backend.warmup.layers import JOURNAL, Layer, WritableLayer
+from portable_backend.warmup.record_files import DAMAGED
 from portable_backend.warmup.store import PROCESS, USER_CACHE, RecordStore
 from portable_backend.warmup.tables import NewerSchemaError
 
@@ -181,6 +182,20 @@ def test_garbage_costs_one_warning_and_is_set_aside_by_the_next_write(
         assert _held(tmp_path) == {record}
     assert not lines
     assert (tmp_path / (path + DAMAGED)).read_bytes()[: len(data)] == data
+
+
+@pytest.mark.parametrize("path", [TABLE_PATH, JOURNAL_PATH])
+def test_a_second_damaged_file_leaves_the_first_ones_copy(tmp_path, path):
+    for data in (b"one\n", b"two\n", b"two\n", b"three\n"):
+        (tmp_path / "decode").mkdir(exist_ok=True)
+        (tmp_path / path).write_bytes(data)
+        _fill(tmp_path, make_record())
+    found = {p.name: p.read_bytes() for p in tmp_path.rglob(f"*{DAMAGED}")}
+    name = (tmp_path / path).name
+    wanted = {f"{name}{DAMAGED}": b"one", f"{name}.2{DAMAGED}": b"two"}
+    wanted[f"{name}.3{DAMAGED}"] = b"three"
+    # What was appended to a journal comes after it.
+    assert {n: data.split(b"\n")[0] for n, data in found.items()} == wanted
 
 
 def test_a_hand_edited_entry_alone_is_lost_and_a_copy_is_kept(tmp_path):

@@ -16,6 +16,12 @@ from portable_backend import cli
 from portable_backend.commands import tune
 from portable_backend.commands.tune_progress import make_progress
 from portable_backend.warmup import tuning_tools
+from portable_backend.warmup.layers import WritableLayer
+from portable_backend.warmup.lookup import Lookup
+from portable_backend.warmup.matching import Environment
+from portable_backend.warmup.portfolio import parse_portfolio
+from portable_backend.warmup.records import TuningKey
+from portable_backend.warmup.store import RecordStore
 from portable_backend.warmup.sweeps import Sweep, write_sweep
 from portable_backend.warmup.tuning_report import Counts, Event, Outcome
 
@@ -70,9 +76,10 @@ def test_the_result_goes_to_stdout_and_progress_to_stderr(run):
     code, out, err = run("--trials", 20)
     assert code == 0
     lines = out.splitlines()
-    assert len(lines) == 4 and lines[0].startswith("tuned       decode[")
+    assert len(lines) == 5 and lines[0].startswith("tuned       decode[")
     assert "BLOCK_N=" in lines[0] and "3 tuned in" in lines[3]
     assert "considered" in lines[3] and "correctness" in lines[3]
+    assert lines[4].startswith("decode: portfolio of") and "at worst" in lines[4]
     assert err.startswith("[1/3] decode[") and "[3/3]" in err
 
 
@@ -106,6 +113,38 @@ def test_what_it_wrote_can_be_listed(run, capsys, tmp_path):
     assert len(rows) == 3 and all(row["verified"] for row in rows)
     # Records from sweeps must not serve real kernels, whatever GPU they are of.
     assert all(row["kernel_digest"].startswith("replay:") for row in rows)
+
+
+def test_it_says_what_the_portfolio_loses_and_a_lookup_finds_it(run, tmp_path):
+    _, result, _ = run("--strategy", "exhaustive", "--json")
+    (told,) = result["portfolios"]
+    assert (told["kernel"], told["gpu"]) == ("decode", DEVICE.name)
+    assert len(told["configs"]) <= 8 and told["buckets"] == 3 and told["loss"] >= 1
+    assert told["worst_loss"] >= 1 and told["worst_key"]["seq_len"] in (
+        1024,
+        2048,
+        4096,
+    )
+    record = result["units"][0]
+    (file,) = (tmp_path / "cache" / "decode").glob("*.portfolio.json")
+    assert str(file) == told["path"]
+    portfolio = parse_portfolio(file.read_bytes(), "", "decode", DEVICE.name)
+    digests = {"decode": portfolio.kernel_digest}
+    environment = Environment(DEVICE.name, DEVICE.arch, digests)
+    store = RecordStore.open(tmp_path / "cache", shipped=tmp_path / "none")
+    far = TuningKey.from_dict("decode", record["key"] | {"seq_len": 1 << 30})
+    choice = Lookup(store, environment, lambda key: None).choose(far)
+    assert (choice.grade, choice.config.to_dict()) == ("portfolio", record["config"])
+
+
+def test_a_portfolio_that_cannot_be_written_fails_the_run_and_says_so(run, monkeypatch):
+    def fail(*arguments, **options):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(WritableLayer, "write_file", fail)
+    code, result, err = run("--trials", 20, "--json")
+    assert (code, result["portfolios"]) == (1, []) and "no space left" in err
+    assert result["states"] == {"tuned": 3}
 
 
 def test_a_second_run_has_nothing_to_do_unless_told(run):

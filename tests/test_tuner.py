@@ -21,11 +21,13 @@ from tuner_fakes import (
     tuner_with,
 )
 
+from portable_backend.warmup.layers import WritableLayer
 from portable_backend.warmup.preparation import Preparer
 from portable_backend.warmup.trial_log import TrialLog
 from portable_backend.warmup.tuner import trial_folder, tune
 from portable_backend.warmup.tuning_options import TuneOptions
 from portable_backend.warmup.tuning_report import Task
+from portable_backend.warmup.upkeep import Measurement, verify
 
 EVERYTHING = TuneOptions(strategy="exhaustive", trials=None, warm_start=False)
 
@@ -84,6 +86,16 @@ def test_a_config_that_fails_on_unseen_data_never_wins(tmp_path):
     assert outcome.counts.rejected == {"confirmation": 2}
     assert len(notes) == 2 and "timing shape" in notes[0]
     assert len(set(measurer.seeds)) == len(measurer.seeds)
+
+
+def test_what_was_refuted_is_not_recorded_again(tmp_path):
+    tune(tasks_of(1), tuner_with(Measurer(), tmp_path, EVERYTHING))
+    layer, record = WritableLayer("", tmp_path), served(tmp_path)[1]
+    assert record.config == BEST
+    verify(layer, [record], lambda record: Measurement(problem="wrong"))
+    (outcome,) = tune(tasks_of(1), tuner_with(Measurer(), tmp_path, EVERYTHING))
+    assert outcome.state == "tuned" and outcome.record.config != BEST
+    assert served(tmp_path)[1] == outcome.record
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,23 @@ import json
 from datetime import date
 
 import pytest
-from record_fakes import DIGEST, GPU, make_config, make_key, make_record
+from record_fakes import (
+    DEFAULT,
+    DIGEST,
+    ENVIRONMENT,
+    GPU,
+    make_config,
+    make_key,
+    make_portfolio,
+    make_record,
+)
 
 from portable_backend.errors import UnsupportedError
-from portable_backend.warmup.layers import WritableLayer
+from portable_backend.warmup.archive import archive_of
+from portable_backend.warmup.layers import PORTFOLIO, Layer, WritableLayer
+from portable_backend.warmup.lookup import Lookup
+from portable_backend.warmup.store import RecordStore
+from portable_backend.warmup.tables import merge_records
 from portable_backend.warmup.upkeep import Measurement, prune, verify
 
 STALE = make_record(kernel_digest="sha256:old")
@@ -81,7 +94,82 @@ def test_verify_drops_what_fails_so_that_the_next_best_is_served(layer, result):
     layer.merge_in([bad, good])
     (verdict,) = verify(layer, [bad], lambda record: result)
     assert verdict.after is None and verdict.problem
-    assert _held(layer) == {good}
+    assert {record for record in _held(layer) if not record.refuted} == {good}
+    (told,) = [record for record in _held(layer) if record.refuted]
+    assert (told.claim, told.refuted) == (bad.claim, verdict.problem)
+
+
+def _lookup(*layers):
+    return Lookup(RecordStore(layers), ENVIRONMENT, lambda key: DEFAULT)
+
+
+BAD = make_record(time_us=1)
+# The same config, measured before, or with another toolchain.
+OLDER = [
+    make_record(time_us=2, measured="2026-01-01"),
+    make_record(toolchain={"triton": "3.5.0"}),
+]
+WRONG = Measurement(problem="the oracle disagrees")
+
+
+def test_a_refuted_config_does_not_come_back_from_history(layer):
+    layer.merge_in([BAD, *OLDER])
+    verify(layer, [BAD], lambda record: WRONG)
+    assert merge_records(_held(layer)).served == ()
+    choice = _lookup(layer).choose(BAD.key)
+    assert (choice.grade, choice.config) == ("default", DEFAULT)
+    assert "the oracle disagrees" in choice.reasons[0]
+    (told,) = _lookup(layer).explain(BAD.key).candidates
+    assert [item.field for item in told.differences] == ["refuted"]
+
+
+def test_a_refuted_config_does_not_come_back_by_a_merge_or_an_import(layer, tmp_path):
+    good = make_record(config=make_config(32))
+    layer.merge_in([BAD])
+    verify(layer, [BAD], lambda record: WRONG)
+    layer.merge_in([BAD, *OLDER, good])
+    archive_of([BAD, *OLDER]).merge_into(layer)
+    layer.append(BAD)
+    assert merge_records(_held(layer)).served == (good,)
+    assert _lookup(layer).choose(BAD.key).config == good.config
+    # Nor where another folder gets both, whatever comes first.
+    other = WritableLayer("", tmp_path / "other")
+    other.merge_in([BAD, *OLDER])
+    other.merge_in(_held(layer))
+    assert _lookup(other).choose(BAD.key).config == good.config
+
+
+def test_a_refuted_config_is_not_served_from_another_layer(layer, tmp_path):
+    near, family = make_record(make_key(8192)), make_record(gpu="nvidia_h100")
+    WritableLayer("", tmp_path / "image").merge_in([BAD, near, family])
+    image = Layer("image", tmp_path / "image")
+    assert _lookup(layer, image).choose(BAD.key).grade == "exact"
+    layer.merge_in([BAD])
+    verify(layer, [BAD], lambda record: WRONG)
+    assert _lookup(layer, image).choose(BAD.key).grade == "default"
+    # Of another key nobody has said so.
+    assert _lookup(layer, image).choose(near.key).grade == "exact"
+
+
+def test_a_portfolio_does_not_give_what_is_refuted(layer):
+    portfolio = make_portfolio()
+    layer.write_file("decode", GPU, PORTFOLIO, portfolio.to_text().encode())
+    key = make_key(54, head_size=64)
+    refuted = _lookup(layer).choose(key).config
+    record = make_record(make_key(54), config=refuted)
+    layer.merge_in([record])
+    verify(layer, [record], lambda record: WRONG)
+    (other,) = set(portfolio.configs) - {refuted}
+    assert _lookup(layer).choose(key).config == other
+
+
+def test_prune_forgets_refutations_when_told(layer):
+    layer.merge_in([BAD])
+    verify(layer, [BAD], lambda record: WRONG)
+    layer.merge_in([BAD])
+    assert prune(layer, digests={"decode": DIGEST}) == ([], [])
+    (removed,), _ = prune(layer, refuted=True)
+    assert removed.refuted and merge_records(_held(layer)).served == (BAD,)
 
 
 def test_each_verdict_is_written_before_the_next_is_measured(layer):

@@ -18,13 +18,14 @@ from urllib.parse import unquote
 
 from portable_backend.errors import RecordError
 from portable_backend.warmup.layers import (
-    MAX_FILE_BYTES,
     PORTFOLIO,
     TABLE,
     WritableLayer,
     file_stem,
 )
 from portable_backend.warmup.portfolio import Portfolio, parse_portfolio
+from portable_backend.warmup.portfolio_files import merge_all
+from portable_backend.warmup.record_files import MAX_FILE_BYTES
 from portable_backend.warmup.records import TuningRecord, short
 from portable_backend.warmup.tables import (
     check_schema,
@@ -91,11 +92,11 @@ class Archive:
             texts[_member(item.kernel, item.gpu, PORTFOLIO)] = item.to_text()
         return texts
 
-    def merge_into(self, layer: WritableLayer) -> None:
-        """Merge by the conflict rule; raises OSError where it cannot be written."""
-        layer.merge_in(self.records)
-        for item in self.portfolios:
-            layer.write_file(item.kernel, item.gpu, PORTFOLIO, item.to_text().encode())
+    def merge_into(
+        self, layer: WritableLayer, digests: Mapping[str, str] | None = None
+    ) -> None:
+        """Merge all of it or nothing; arguments and errors are `merge_all`'s."""
+        merge_all(layer, self.records, self.portfolios, digests)
 
 
 def read_archive(path: Path) -> Archive:

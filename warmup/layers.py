@@ -7,18 +7,22 @@ raises while an engine serves; a file that cannot be used costs one log line.
 """
 
 import contextlib
-import errno
 import functools
 import logging
 import operator
 import os
-import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import quote, unquote
 
 from portable_backend.errors import RecordError
+from portable_backend.warmup.record_files import (
+    append_line,
+    aside_of,
+    content,
+    write_all,
+)
 from portable_backend.warmup.records import TuningRecord
 from portable_backend.warmup.tables import (
     NewerSchemaError,
@@ -30,11 +34,14 @@ from portable_backend.warmup.tables import (
 
 logger = logging.getLogger("vllm.portable_backend.records")
 TABLE, JOURNAL, LOCK = ".json", ".journal", ".lock"
-PORTFOLIO, DAMAGED = ".portfolio.json", ".damaged"
+PORTFOLIO = ".portfolio.json"
 # Holding a lock takes milliseconds, or as long as a busy disk takes to sync: who waits
 # this long waits for a stopped process.
 LOCK_TIMEOUT_S = 30.0
-MAX_FILE_BYTES = 1 << 28
+Place = tuple[str, str]  # a kernel and a GPU
+# What a table's records become, and what is written for a portfolio's path and content.
+Change = Callable[[tuple[TuningRecord, ...]], Iterable[TuningRecord]]
+FileChange = Callable[[Path, bytes | None], Sequence[tuple[Path, bytes]]]
 
 
 def file_stem(name: str) -> str:
@@ -78,11 +85,15 @@ class Layer:
     Args:
         name: for people: "user cache", "image layer 1", "shipped".
         root: the folder; it need not exist.
+
+    Attributes:
+        unreadable: why files and folders could not be read when they were last tried.
     """
 
     def __init__(self, name: str, root: Path) -> None:
         self.name = name
         self.root = Path(root)
+        self.unreadable: dict[Path, str] = {}
         self._reported: set[Path | str] = set()
         # What files held when they were last read: who tunes reads them often.
         self._parsed: dict[tuple[str, str], tuple[tuple[bytes | None, ...], LayerFile]]
@@ -115,7 +126,9 @@ class Layer:
             problem = f"{path}: the last line is torn after {len(tail)} bytes"
             self.report(path, [problem])
             held = replace(held, problems=(*held.problems, problem))
-        return held
+        paths = (self.path(kernel, gpu, suffix) for suffix in (JOURNAL, TABLE))
+        unread = [self.unreadable[path] for path in paths if path in self.unreadable]
+        return replace(held, problems=(*held.problems, *unread)) if unread else held
 
     def portfolios(self, kernel: str) -> list[tuple[Path, bytes]]:
         """The portfolio files for one kernel, not yet parsed."""
@@ -178,20 +191,26 @@ class Layer:
 
     def _read(self, path: Path) -> bytes | None:
         """A file's content; None, with a log line, where it cannot be read."""
+        self.unreadable.pop(path, None)
         try:
-            return _content(path)
+            return content(path)
         except OSError as error:
-            self.report(path, [f"{path}: {error}"])
+            self._note_unreadable(path, error)
             return None
 
     def _listing(self, folder: Path) -> list[Path]:
+        self.unreadable.pop(folder, None)
         try:
             return sorted(folder.iterdir())
         except (FileNotFoundError, NotADirectoryError) as error:
             logger.debug("%s: %s", self.name, error)
         except OSError as error:
-            self.report(folder, [f"{folder}: {error}"])
+            self._note_unreadable(folder, error)
         return []
+
+    def _note_unreadable(self, path: Path, error: OSError) -> None:
+        self.unreadable[path] = f"{path}: {error.strerror or error}"
+        self.report(path, [self.unreadable[path]])
 
 
 class WritableLayer(Layer):
@@ -208,7 +227,7 @@ class WritableLayer(Layer):
         path = self.path(record.key.kernel, record.gpu, JOURNAL)
         try:
             with self._locked(record.key.kernel, record.gpu):
-                _append(path, record.to_line().encode() + b"\n")
+                append_line(path, record.to_line().encode() + b"\n")
         except (OSError, NotImplementedError, ImportError) as error:
             self._report_write(error)
             return False
@@ -227,62 +246,100 @@ class WritableLayer(Layer):
             return False
         return True
 
-    def rewrite(
+    def rewrite(self, kernel: str, gpu: str, change: Change) -> None:
+        """Replace a file's records; otherwise as `rewrite_all`."""
+        self.rewrite_all({(kernel, gpu): change})
+
+    def rewrite_all(
         self,
-        kernel: str,
-        gpu: str,
-        change: Callable[[tuple[TuningRecord, ...]], Iterable[TuningRecord]],
+        tables: Mapping[Place, Change],
+        portfolios: Mapping[Place, FileChange] | None = None,
     ) -> None:
-        """Replace a file's records by `change(records)`, journal included.
+        """Change files, all of them or none.
 
-        A damaged table or journal is kept beside, with the suffix ".damaged".
+        Args:
+            tables: what becomes of the records of table and journal.
+            portfolios: what becomes of the file, whose content is None where there is
+                none.
+
+        A damaged table or journal is kept beside, with the suffix ".damaged", or
+        ".2.damaged" and so on where another one is.
 
         Raises:
-            OSError: it cannot be written or locked; nothing has changed then.
-            NewerSchemaError: a later version wrote the table.
+            OSError: one cannot be read, written or locked; nothing has changed then.
+            NewerSchemaError: a later version wrote one; likewise.
         """
+        portfolios = portfolios or {}
+        with contextlib.ExitStack() as locks:
+            # In order, so that nobody waits for who waits for him.
+            for place in sorted({*tables, *portfolios}):
+                locks.enter_context(self._locked(*place))
+            files: list[tuple[Path, bytes | None]] = []
+            for place, change in tables.items():
+                files += self._planned(*place, change)
+            for place, file_change in portfolios.items():
+                path = self.path(*place, PORTFOLIO)
+                files += file_change(path, content(path))
+            write_all(files)
+
+    def _planned(
+        self, kernel: str, gpu: str, change: Change
+    ) -> list[tuple[Path, bytes | None]]:
+        """What a table's change writes; the lock is held."""
         table, journal = self.path(kernel, gpu), self.path(kernel, gpu, JOURNAL)
-        with self._locked(kernel, gpu):
-            lines = _content(journal) or b""
-            held = self._parse(kernel, gpu, lines, _content(table))
-            if held.is_newer:
-                raise NewerSchemaError(f"{table}: a later version wrote it")
-            merged = merge_records(change(held.records))
-            for path, is_damaged in (
-                (table, held.has_table_problems),
-                (journal, held.has_journal_problems),
-            ):
-                if is_damaged and path.exists():
-                    aside = path.with_name(path.name + DAMAGED)
-                    _replace(aside, path.read_bytes())
-            _replace(table, format_table(kernel, gpu, merged).encode())
-            if held.kept_lines:
-                _replace(journal, b"".join(line + b"\n" for line in held.kept_lines))
-            else:
-                journal.unlink(missing_ok=True)
+        lines, text = content(journal) or b"", content(table)
+        held = self._parse(kernel, gpu, lines, text)
+        if held.is_newer:
+            raise NewerSchemaError(f"{table}: a later version wrote it")
+        merged = merge_records(change(held.records))
+        copies = [
+            aside_of(path, data)
+            for path, data, is_damaged in (
+                (table, text, held.has_table_problems),
+                (journal, lines, held.has_journal_problems),
+            )
+            if is_damaged and data is not None
+        ]
+        kept = b"".join(line + b"\n" for line in held.kept_lines)
+        return [
+            *(copy for copy in copies if copy is not None),
+            (table, format_table(kernel, gpu, merged).encode()),
+            (journal, kept or None),  # after the table, which holds what it held
+        ]
 
-    def merge_in(self, records: Iterable[TuningRecord]) -> int:
-        """Merge records by the conflict rule; returns how many files changed.
+    def merge_in(
+        self,
+        records: Iterable[TuningRecord],
+        portfolios: Mapping[Place, FileChange] | None = None,
+    ) -> int:
+        """Merge records by the conflict rule; returns how many tables changed.
+
+        Args:
+            records: of any kernels and GPUs.
+            portfolios: as for `rewrite_all`.
 
         Raises:
-            OSError, NewerSchemaError: as `rewrite`.
+            OSError, NewerSchemaError: as `rewrite_all`.
         """
-        by_file: dict[tuple[str, str], list[TuningRecord]] = {}
+        by_file: dict[Place, list[TuningRecord]] = {}
         for record in records:
             by_file.setdefault((record.key.kernel, record.gpu), []).append(record)
-        for (kernel, gpu), group in sorted(by_file.items()):
-            self.rewrite(kernel, gpu, functools.partial(operator.add, tuple(group)))
+        changes = {
+            place: functools.partial(operator.add, tuple(group))
+            for place, group in sorted(by_file.items())
+        }
+        self.rewrite_all(changes, portfolios)
         return len(by_file)
 
     def write_file(self, kernel: str, gpu: str, suffix: str, data: bytes) -> None:
         """Replace a file other than a table, such as a portfolio."""
         with self._locked(kernel, gpu):
-            _replace(self.path(kernel, gpu, suffix), data)
+            write_all([(self.path(kernel, gpu, suffix), data)])
 
-    def delete_table(self, kernel: str, gpu: str) -> None:
-        """Delete a table; what its journal holds stays."""
+    def delete_file(self, kernel: str, gpu: str, suffix: str = TABLE) -> None:
+        """Delete a table or another file; what the journal holds stays."""
         with self._locked(kernel, gpu):
-            self.path(kernel, gpu).unlink(missing_ok=True)
+            self.path(kernel, gpu, suffix).unlink(missing_ok=True)
 
     def _torn_tail(self, kernel: str, gpu: str, journal: bytes) -> bytes:
         """Torn, or still being written? Once the lock is free it is known."""
@@ -290,7 +347,7 @@ class WritableLayer(Layer):
         if tail:
             with contextlib.suppress(OSError, NotImplementedError, ImportError):
                 with self._locked(kernel, gpu):
-                    journal = _content(self.path(kernel, gpu, JOURNAL)) or b""
+                    journal = content(self.path(kernel, gpu, JOURNAL)) or b""
                 return super()._torn_tail(kernel, gpu, journal)
         return tail
 
@@ -312,68 +369,3 @@ class WritableLayer(Layer):
         path.parent.mkdir(parents=True, exist_ok=True)
         with UnixFileLock(path, timeout=LOCK_TIMEOUT_S, poll_interval=0.002):
             yield
-
-
-def _content(path: Path) -> bytes | None:
-    """A regular file's content, None where there is none; else raises OSError."""
-    try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):  # a pipe would block
-            raise OSError(errno.EINVAL, "not a regular file")
-        if status.st_size > MAX_FILE_BYTES:
-            raise OSError(errno.EFBIG, f"above {MAX_FILE_BYTES} bytes")
-        return path.read_bytes()
-    except FileNotFoundError:
-        return None
-
-
-def _append(path: Path, line: bytes) -> None:
-    """Append a whole line or nothing; the caller holds the lock."""
-    is_new = not path.exists()
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-    try:
-        size = _end_of_lines(handle)
-        try:
-            if os.write(handle, line) != len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            os.fsync(handle)
-        except OSError:
-            os.ftruncate(handle, size)
-            raise
-    finally:
-        os.close(handle)
-    if is_new:
-        _sync_folder(path.parent)
-
-
-def _end_of_lines(handle: int) -> int:
-    """Where the next line goes; cuts off what a killed process left of its last."""
-    size = os.fstat(handle).st_size
-    if size == 0 or os.pread(handle, 1, size - 1) == b"\n":
-        return size
-    kept = os.pread(handle, size, 0).rfind(b"\n") + 1
-    os.ftruncate(handle, kept)
-    return kept
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """Write a file so that readers see the old or the new one; the lock is held."""
-    # One name per file: what a killed process left is overwritten, never piled up.
-    beside = path.with_name(path.name + ".tmp")
-    with contextlib.ExitStack() as on_error:
-        on_error.callback(beside.unlink, missing_ok=True)
-        with open(beside, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-        on_error.pop_all()
-    _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -9,6 +9,7 @@ the nearest size comes first, then the layers in their order.
 
 import copy
 import functools
+import itertools
 import logging
 import math
 from collections import Counter
@@ -140,6 +141,14 @@ class _Index:
         self.family: dict[Any, list[_Row]] = {}
         self.unmeasured: dict[Any, list[_Row]] = {}
         self.refused: dict[TuningKey, list[str]] = {}
+        # Why a config must not serve a key here, or in a portfolio any key.
+        self.refuted: dict[tuple[TuningKey | None, KernelConfig], str] = {}
+        for layer, record in store.refuted(kernel):
+            wanted = (environment.digests or {}).get(kernel, record.kernel_digest)
+            if record.gpu == environment.gpu and record.kernel_digest == wanted:
+                text = f"{layer}: refuted for {record.key}: {record.refuted}"
+                self.refuted[record.key, record.config] = text
+                self.refuted[None, record.config] = text
         layers: dict[str, int] = {}
         for layer, record in store.records(kernel):
             order = layers.setdefault(layer, len(layers))
@@ -231,7 +240,8 @@ class Lookup:
     def explain(self, key: TuningKey, limit: int = 3) -> Explanation:
         """Why `key` gets what it gets: the records closest to it, field by field."""
         ranked = []
-        for order, (layer, record) in enumerate(self.store.records(key.kernel)):
+        held = self.store.records(key.kernel), self.store.refuted(key.kernel)
+        for order, (layer, record) in enumerate(itertools.chain(*held)):
             found = differences(
                 key,
                 self.environment,
@@ -258,8 +268,10 @@ class Lookup:
     def _choose(self, key: TuningKey) -> Choice:
         index = self._index(key.kernel)
         reasons = list(dict.fromkeys(index.refused.get(key, ())))
+        reasons += [why for (about, _), why in index.refuted.items() if about == key]
         for grade, row in self._candidates(index, key):
-            refusal = self._space_check(key, row.record.config)
+            refusal = index.refuted.get((key, row.record.config))
+            refusal = refusal or self._space_check(key, row.record.config)
             if refusal is not None:
                 config = row.record.config.to_dict()
                 reasons.append(f"{row.layer}: config {config} refused: {refusal}")
@@ -290,7 +302,7 @@ class Lookup:
         return [row for _, row in reachable]
 
     def _fall_back(self, key: TuningKey, reasons: list[str]) -> Choice:
-        ours = self.environment
+        ours, refuted = self.environment, self._index(key.kernel).refuted
         portfolios = self.store.portfolios(key.kernel)
         for layer, portfolio in sorted(portfolios, key=lambda p: p[1].gpu != ours.gpu):
             if portfolio.arch != ours.arch:
@@ -303,7 +315,7 @@ class Lookup:
                 continue
             mismatch = toolchain_differences(portfolio.toolchain, ours)
             for config in portfolio.configs_for(key):
-                refusal = self._space_check(key, config)
+                refusal = refuted.get((None, config)) or self._space_check(key, config)
                 if refusal is None:
                     self._note_mismatch(key.kernel, layer, mismatch, reasons)
                     return Choice(config, "portfolio", layer, None, tuple(reasons))
@@ -322,9 +334,11 @@ class Lookup:
         The nearest prediction decides: where its evidence does not do, the default
         stays, whatever is predicted for other sizes.
         """
-        for row in self._near(self._index(key.kernel).unmeasured, key):
+        index = self._index(key.kernel)
+        for row in self._near(index.unmeasured, key):
             record, told = row.record, row.record.unmeasured or {}
             refusal = why_no_stand_in(record, self.environment)
+            refusal = refusal or index.refuted.get((key, record.config))
             refusal = refusal or self._space_check(key, record.config)
             if refusal is not None:
                 reasons.append(f"{row.layer}: predicted for {record.gpu}: {refusal}")

@@ -35,8 +35,8 @@ class Difference:
     """One field in which a record is not what was wanted.
 
     Attributes:
-        field: `kernel_digest`, `verified`, `unmeasured`, `gpu`, `arch`, a key's field,
-            `toolchain.<package>` or `config`.
+        field: `kernel_digest`, `verified`, `unmeasured`, `refuted`, `gpu`, `arch`, a
+            key's field, `toolchain.<package>` or `config`.
         wanted: what an exact hit holds.
         stored: what the record holds.
         blocks: whether it keeps the record from being an exact hit. Another toolchain
@@ -79,7 +79,9 @@ def code_differences(
         wanted = environment.digests.get(record.key.kernel, "none: unknown kernel")
         if record.kernel_digest != wanted:
             yield Difference("kernel_digest", wanted, record.kernel_digest)
-    if record.unmeasured is not None:
+    if record.refuted is not None:
+        yield Difference("refuted", None, record.refuted)
+    elif record.unmeasured is not None:
         yield Difference("unmeasured", "measured", dict(record.unmeasured))
     elif require_verified and not record.verified:
         yield Difference("verified", True, False)

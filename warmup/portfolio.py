@@ -9,7 +9,13 @@ from typing import Any, Generic, TypeVar
 
 from portable_backend.errors import RecordError
 from portable_backend.kernels.config import KernelConfig
-from portable_backend.warmup.records import SCHEMA, SIZE_FIELDS, TuningKey, short
+from portable_backend.warmup.records import (
+    SCHEMA,
+    SIZE_FIELDS,
+    TuningKey,
+    is_date,
+    short,
+)
 from portable_backend.warmup.tables import parse_object
 
 Bucket = TypeVar("Bucket", bound=Hashable)
@@ -150,7 +156,16 @@ def _covered(
 
 @dataclass(frozen=True)
 class Portfolio:
-    """A cover of tuned keys, with what a record says of code, GPU and toolchain."""
+    """A cover of tuned keys, with what a record says of code, GPU and toolchain.
+
+    Attributes:
+        configs: the most useful first.
+        assignment: for each key that is covered the index of its fastest config.
+        loss: geometric mean over these keys, 1 or more; None: unknown.
+        worst_key: where most is lost, or which none of the configs is known to run in.
+        worst_loss: what is lost there; None where no config is known to run.
+        measured: ISO date.
+    """
 
     kernel: str
     gpu: str
@@ -162,6 +177,7 @@ class Portfolio:
     loss: float | None = None
     worst_key: TuningKey | None = None
     worst_loss: float | None = None
+    measured: str | None = None
 
     @classmethod
     def of(
@@ -172,6 +188,7 @@ class Portfolio:
         arch: str,
         kernel_digest: str,
         toolchain: Mapping[str, str | None],
+        measured: str | None = None,
     ) -> "Portfolio":
         kernel = cover.worst_bucket.kernel
         return cls(
@@ -185,7 +202,20 @@ class Portfolio:
             cover.loss,
             cover.worst_bucket,
             cover.losses.get(cover.worst_bucket),
+            measured,
         )
+
+    def __str__(self) -> str:
+        text = (
+            f"portfolio of {len(self.configs)} configs for {len(self.assignment)} keys"
+        )
+        if self.loss is not None:
+            text += f" loses {self.loss - 1:.2%} (geometric mean)"
+        if self.worst_key is not None and self.worst_loss is not None:
+            text += f", at worst {self.worst_loss - 1:.2%} in {self.worst_key}"
+        elif self.worst_key is not None:
+            text += f", none of them known to run in {self.worst_key}"
+        return text
 
     def configs_for(self, key: TuningKey) -> Iterator[KernelConfig]:
         """Every config once, that of the bucket most like `key` first."""
@@ -206,6 +236,7 @@ class Portfolio:
             "loss": self.loss,
             "worst_key": self.worst_key.to_dict() if self.worst_key else None,
             "worst_loss": self.worst_loss,
+            "measured": self.measured,
         }
         configs = [config.to_dict() for config in self.configs]
         buckets = [
@@ -265,6 +296,7 @@ def parse_portfolio(data: bytes, where: str, kernel: str, gpu: str) -> Portfolio
             _loss(held.get("loss")),
             TuningKey.from_dict(kernel, worst) if worst else None,
             _loss(held.get("worst_loss")),
+            _date(held.get("measured")),
         )
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise RecordError(f"{where}: {error}") from None
@@ -278,6 +310,12 @@ def _index(bucket: Mapping[str, Any], count: int) -> int:
     if not isinstance(index, int) or not 0 <= index < count:
         raise ValueError(f"config must be an index below {count}, got {short(index)}")
     return index
+
+
+def _date(value: Any) -> str | None:
+    if not is_date(value):
+        raise ValueError(f"measured must be null or an ISO date, got {short(value)}")
+    return value if value is None else str(value)
 
 
 def _loss(value: Any) -> float | None:

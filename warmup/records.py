@@ -133,6 +133,8 @@ class TuningRecord:
             None: it was measured. Of `basis`, "sweeps" of other GPUs or "resources"
             alone, `fitted_on`, these GPUs' names, `num_units` of this one, and
             `serves`, whether that is enough to take the default's place.
+        refuted: what was wrong when it was verified; None: nothing. Such a record never
+            serves, and keeps others of the same `claim` from serving.
         extra: fields that this version does not know, kept as they are.
     """
 
@@ -149,6 +151,7 @@ class TuningRecord:
     measured: str | None = None
     trials: int | None = None
     unmeasured: Mapping[str, Any] | None = None
+    refuted: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -166,13 +169,15 @@ class TuningRecord:
             )
         if self.unmeasured is not None and self.verified:
             raise RecordError("verified must be false where unmeasured is given")
+        if self.refuted is not None and self.verified:
+            raise RecordError("verified must be false where refuted is given")
 
     def to_dict(self) -> dict[str, Any]:
         """The entry as stored: all but kernel, gpu and arch, which the header holds."""
-        told = {} if self.unmeasured is None else {"unmeasured": self.unmeasured}
+        told = {"unmeasured": self.unmeasured, "refuted": self.refuted}
         return {
             **self.extra,
-            **told,
+            **{name: value for name, value in told.items() if value is not None},
             "key": self.key.to_dict(),
             "config": self.config.to_dict(),
             "time_us": self.time_us,
@@ -211,6 +216,14 @@ class TuningRecord:
         """What the time depends on beside the key; records compete within one."""
         toolchain = tuple(sorted(self.toolchain.items()))
         return self.gpu, self.arch, self.kernel_digest, toolchain
+
+    @functools.cached_property
+    def claim(self) -> tuple[Any, ...]:
+        """What a refutation is about: this config, in this code, for this key and GPU.
+
+        Another toolchain does not make it right.
+        """
+        return self.key, self.gpu, self.kernel_digest, self.config
 
     @functools.cached_property
     def rank(self) -> tuple[bool, float, str]:
@@ -308,13 +321,18 @@ def _is_ratio(value: Any) -> bool:
     return value is None or _is_number(value, 0, 1e300)
 
 
-def _is_date(value: Any) -> bool:
+def is_date(value: Any) -> bool:
+    """Whether a stored value is an ISO date, or none is given."""
     if value is None:
         return True
     try:
         return isinstance(value, str) and bool(date.fromisoformat(value))
     except ValueError:
         return False
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
 
 
 def _is_toolchain(value: Any) -> bool:
@@ -352,9 +370,10 @@ _CHECKS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("default_us", lambda v: v is None or _is_time(v), f"null or {_MICROSECONDS}"),
     ("error_ratio", _is_ratio, "null or a number, 0 or more"),
     ("verified", lambda v: isinstance(v, bool), "true or false"),
-    ("measured", _is_date, "null or an ISO date"),
+    ("measured", is_date, "null or an ISO date"),
     ("trials", _is_count, "null or a count"),
     ("unmeasured", _is_unmeasured, f"null or an object of {_UNMEASURED}"),
+    ("refuted", lambda v: v is None or _is_text(v), "null or a reason"),
     ("toolchain", _is_toolchain, "an object of version strings"),
     ("kernel_digest", lambda v: isinstance(v, str) and v != "", "a digest"),
 )

@@ -6,12 +6,11 @@ import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
-from urllib.parse import unquote
 
 from portable_backend import kernels
-from portable_backend.errors import RecordError
-from portable_backend.warmup.layers import PORTFOLIO, Layer, WritableLayer
-from portable_backend.warmup.portfolio import Portfolio, parse_portfolio
+from portable_backend.warmup.layers import Layer, WritableLayer
+from portable_backend.warmup.portfolio import Portfolio
+from portable_backend.warmup.portfolio_files import read_portfolios
 from portable_backend.warmup.records import TuningRecord
 from portable_backend.warmup.tables import merge_records
 
@@ -36,6 +35,7 @@ class RecordStore:
         self._writable = [x for x in self.layers if isinstance(x, WritableLayer)]
         self._process: dict[str, list[TuningRecord]] = {}
         self._read: dict[str, tuple[tuple[str, TuningRecord], ...]] = {}
+        self._refuted: dict[str, tuple[tuple[str, TuningRecord], ...]] = {}
         self._portfolios: dict[str, tuple[tuple[str, Portfolio], ...]] = {}
         self._problems: dict[str, tuple[str, ...]] = {}
         self._touched: set[tuple[str, str]] = set()
@@ -79,13 +79,23 @@ class RecordStore:
     def records(self, kernel: str) -> tuple[tuple[str, TuningRecord], ...]:
         """(layer's name, record) of every record for a kernel, layers in order.
 
-        Losers of the conflict rule are among them, after what beat them.
+        Losers of the conflict rule are among them, after what beat them. What any layer
+        says is refuted is not.
         """
+        refuted = {record.claim for _, record in self.refuted(kernel)}
+        with self._lock:
+            own = merge_records(self._process.get(kernel, ())).all
+            found = (*((PROCESS, record) for record in own), *self._read[kernel])
+        if not refuted:
+            return found
+        return tuple(pair for pair in found if pair[1].claim not in refuted)
+
+    def refuted(self, kernel: str) -> tuple[tuple[str, TuningRecord], ...]:
+        """(layer's name, record) of every refutation for a kernel."""
         with self._lock:
             if kernel not in self._read:
                 self._load(kernel)
-            own = merge_records(self._process.get(kernel, ())).all
-            return (*((PROCESS, record) for record in own), *self._read[kernel])
+            return self._refuted[kernel]
 
     def portfolios(self, kernel: str) -> tuple[tuple[str, Portfolio], ...]:
         """(layer's name, portfolio) for a kernel, layers in order."""
@@ -108,6 +118,7 @@ class RecordStore:
         """Read the files again when they are next asked for."""
         with self._lock:
             self._read.clear()
+            self._refuted.clear()
             self._portfolios.clear()
             self._problems.clear()
 
@@ -135,21 +146,21 @@ class RecordStore:
 
     def _load(self, kernel: str) -> None:
         found: list[tuple[str, TuningRecord]] = []
+        refuted: list[tuple[str, TuningRecord]] = []
         portfolios: list[tuple[str, Portfolio]] = []
         problems: list[str] = []
         for layer in self.layers:
             for file in layer.load(kernel):
-                found += [(layer.name, record) for record in file.records]
+                for record in file.records:
+                    part = found if record.refuted is None else refuted
+                    part.append((layer.name, record))
                 problems += file.problems
-            for path, data in layer.portfolios(kernel):
-                gpu = unquote(path.name.removesuffix(PORTFOLIO))
-                try:
-                    portfolio = parse_portfolio(data, str(path), kernel, gpu)
-                    portfolios.append((layer.name, portfolio))
-                except RecordError as error:
-                    layer.report(path, [str(error)])
-                    problems.append(str(error))
+            for held in read_portfolios(layer, kernel):
+                if held.portfolio is not None:
+                    portfolios.append((layer.name, held.portfolio))
+                problems += [] if held.problem is None else [held.problem]
         self._portfolios[kernel] = tuple(portfolios)
+        self._refuted[kernel] = tuple(refuted)
         self._read[kernel] = tuple(found)
         self._problems[kernel] = tuple(problems)
 

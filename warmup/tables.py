@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The files that records are kept in, as text, and the rule by which they merge.
 
-A table is one JSON object per kernel and GPU: a header, the records that are served and
-a history of those that lost. A journal is one record a line, each with its header.
+A table is one JSON object per kernel and GPU: a header, the records that are served, a
+history of those that lost, and what was refuted. A journal is one record a line, each
+with its header.
 """
 
 import json
@@ -30,19 +31,21 @@ class NewerSchemaError(RecordError):
 
 @dataclass(frozen=True)
 class Merged:
-    """Outcome of a merge, both parts in fixed order.
+    """Outcome of a merge, each part in fixed order.
 
     Attributes:
         served: the winner for each key and environment.
         history: the losers, at most `HISTORY_LIMIT` for each.
+        refuted: one record for each claim that was refuted.
     """
 
     served: tuple[TuningRecord, ...]
     history: tuple[TuningRecord, ...]
+    refuted: tuple[TuningRecord, ...] = ()
 
     @property
     def all(self) -> tuple[TuningRecord, ...]:
-        return self.served + self.history
+        return self.served + self.history + self.refuted
 
 
 @dataclass(frozen=True)
@@ -61,18 +64,26 @@ def merge_records(*groups: Iterable[TuningRecord]) -> Merged:
     Within a key and an environment verified beats unverified, then the better time
     wins, then a fixed order of the content. This is the union of sets under a total
     order, of which a fixed number is kept, so it does not matter in which order or how
-    often records are merged.
+    often records are merged. What is refuted stays in the history, and never serves:
+    if it went, others that another order would drop could stay in its place.
     """
     rivals: dict[tuple[Any, ...], set[TuningRecord]] = {}
+    refuted: dict[tuple[Any, ...], TuningRecord] = {}
     for group in groups:
         for record in group:
-            rivals.setdefault((record.key, record.environment), set()).add(record)
+            if record.refuted is None:
+                rivals.setdefault((record.key, record.environment), set()).add(record)
+                continue
+            held = refuted.setdefault(record.claim, record)
+            refuted[record.claim] = min(held, record, key=lambda r: r.content)
     served, history = [], []
     for records in rivals.values():
-        best, *losers = sorted(records, key=lambda record: record.rank)
-        served.append(best)
-        history += losers[:HISTORY_LIMIT]
-    return Merged(*(tuple(sorted(part, key=_place)) for part in (served, history)))
+        kept = sorted(records, key=lambda record: record.rank)[: HISTORY_LIMIT + 1]
+        best = next((r for r in kept if r.claim not in refuted), None)
+        served += [] if best is None else [best]
+        history += [record for record in kept if record is not best]
+    parts = (served, history, refuted.values())
+    return Merged(*(tuple(sorted(part, key=_place)) for part in parts))
 
 
 def _place(record: TuningRecord) -> tuple[Any, ...]:
@@ -143,8 +154,8 @@ def parse_table(data: bytes, where: str, kernel: str, gpu: str) -> Table:
     """
     header = parse_object(data, where, kernel, gpu)
     records, problems = [], []
-    for part in ("records", "history"):
-        entries = header.get(part, [] if part == "history" else None)
+    for part in ("records", "history", "refuted"):
+        entries = header.get(part, None if part == "records" else [])
         if not isinstance(entries, list):
             raise RecordError(f"{where}: {part} must be a list, got {short(entries)}")
         for number, entry in enumerate(entries, 1):
@@ -182,8 +193,10 @@ def format_table(kernel: str, gpu: str, merged: Merged) -> str:
     arch = min((record.arch for record in everything), default="")
     header = {"schema": SCHEMA, "kernel": kernel, "gpu": gpu, "arch": arch}
     parts = [json.dumps(header)[:-1]]
-    for name in ("records", "history"):
-        records = merged.served if name == "records" else merged.history
+    named = {"records": merged.served, "history": merged.history}
+    if merged.refuted:
+        named["refuted"] = merged.refuted
+    for name, records in named.items():
         entries = [_format_entry(record, arch) for record in records]
         parts.append(f'"{name}": [\n' + ",\n".join(entries) + "\n]")
     return ",\n ".join(parts) + "}\n"

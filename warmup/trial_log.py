@@ -63,6 +63,19 @@ def space_digest(configs: Iterable[KernelConfig]) -> str:
     return f"sha256:{digest.hexdigest()[:16]}"
 
 
+def log_name(
+    header: LogHeader, kernel_digest: str, toolchain: Mapping[str, str | None]
+) -> str:
+    """A log's file name, without its end.
+
+    Trials of other code or another toolchain are those of another search.
+    """
+    about: dict[str, Any] = asdict(header) | {"digest": kernel_digest}
+    about["toolchain"] = dict(toolchain)
+    text = json.dumps(about, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 class TrialLog:
     """An open log; a context manager that closes it.
 

@@ -8,14 +8,12 @@ beyond noise. Each record is written at once, each trial is logged: what is done
 done, however the process ends.
 """
 
-import hashlib
 import itertools
-import json
 import logging
 import math
 import random
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -37,6 +35,7 @@ from portable_backend.warmup.trial_log import (
     LogHeader,
     LogMismatchError,
     TrialLog,
+    log_name,
 )
 from portable_backend.warmup.tuning_options import TuneOptions
 from portable_backend.warmup.tuning_report import Counts, Event, Outcome, Task
@@ -271,11 +270,7 @@ class _Job:
             seed=self.options.seed,
             rounds=self.tools.rounds,
         )
-        # Trials of other code or another toolchain are those of another search.
-        about = asdict(header) | {"digest": self._digest()}
-        about["toolchain"] = dict(environment.toolchain)
-        text = json.dumps(about, sort_keys=True)
-        name = hashlib.sha256(text.encode()).hexdigest()[:16]
+        name = log_name(header, self._digest(), environment.toolchain)
         path = trial_folder(root, self.key.kernel, environment.gpu) / f"{name}.jsonl"
         try:
             if self.again:
@@ -402,6 +397,16 @@ class _Job:
         store = self.tuner.store
         return [record for _, record in store.records(self.key.kernel)]
 
+    def _refuted(self) -> set[KernelConfig]:
+        """What `cache verify` has refuted: a record of it would never serve."""
+        environment, digest = self.tools.environment, self._digest()
+        return {
+            record.config
+            for _, record in self.tuner.store.refuted(self.key.kernel)
+            if (record.key, record.gpu, record.kernel_digest)
+            == (self.key, environment.gpu, digest)
+        }
+
     def _ranking(
         self,
         space: ListedSpace,
@@ -448,6 +453,7 @@ class _Job:
         winner: tuple[float, KernelConfig, Confirmation] | None = None
         confirmed = 0
         ranked = fastest(result.trials, self.tools.rounds)
+        refuted = self._refuted()
         slower = self._clearly_slower(result.trials)
         prepared = self._upcoming_prepared(wait=False)
         self._compile_upcoming(prepared, ranked[: self.options.batch])
@@ -457,7 +463,7 @@ class _Job:
                 or len(wrong) > self.options.finalists
             ):
                 break
-            if config == self.default or config in slower:
+            if config == self.default or config in slower or config in refuted:
                 continue
             found = self._confirm(config)
             if found.wrong is not None:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from datetime import date
 
 from portable_backend.errors import RecordError, UnsupportedError, bad_argument
-from portable_backend.warmup.layers import TABLE, WritableLayer
+from portable_backend.warmup.layers import PORTFOLIO, TABLE, WritableLayer
+from portable_backend.warmup.portfolio_files import read_portfolios
 from portable_backend.warmup.records import SCHEMA, TuningRecord
 
 
@@ -45,18 +46,21 @@ def prune(
     *,
     digests: Mapping[str, str] | None = None,
     min_schema: int | None = None,
+    refuted: bool = False,
     dry_run: bool = False,
 ) -> tuple[list[TuningRecord], list[str]]:
     """Remove what can no longer be used.
 
     Args:
         layer: the folder to prune.
-        digests: of today's kernels; records of these kernels with another one go.
+        digests: of today's kernels; records and portfolios of these kernels with
+            another one go.
         min_schema: tables of a schema below go as a whole.
+        refuted: whether refutations go, so that what they are about may serve again.
         dry_run: report only.
 
     Returns:
-        The records that go, and the paths of the tables that go.
+        The records that go, and the paths of the tables and portfolios that go.
 
     Raises:
         ValueError: `min_schema` is above what this version writes.
@@ -73,15 +77,25 @@ def prune(
             if min_schema is not None and _schema(layer, kernel, gpu) < min_schema:
                 tables.append(str(layer.path(kernel, gpu)))
                 if not dry_run:
-                    layer.delete_table(kernel, gpu)
+                    layer.delete_file(kernel, gpu)
             wanted = (digests or {}).get(kernel)
             held = layer.load_file(kernel, gpu).records
             stale = {
-                r for r in held if wanted is not None and r.kernel_digest != wanted
+                r
+                for r in held
+                if (wanted is not None and r.kernel_digest != wanted)
+                or (refuted and r.refuted is not None)
             }
             removed += sorted(stale, key=lambda record: record.content)
             if stale and not dry_run:
                 layer.rewrite(kernel, gpu, _without(stale))
+        for file in read_portfolios(layer, kernel):
+            portfolio, wanted = file.portfolio, (digests or {}).get(kernel)
+            if wanted is None or portfolio is None or portfolio.kernel_digest == wanted:
+                continue
+            tables.append(str(file.path))
+            if not dry_run:
+                layer.delete_file(kernel, file.gpu, PORTFOLIO)
     return removed, tables
 
 
@@ -94,9 +108,11 @@ def verify(
 ) -> list[Verdict]:
     """Measure records again and keep what that gives in their place.
 
-    A record that fails is dropped from the layer: no config that the oracle refutes may
-    be served. Each verdict is written before the next record is measured. What keeps
-    `measurer` from measuring at all, such as another GPU, it must raise.
+    A record that fails is dropped from the layer, as is all that its history holds of
+    the same claim, and a refutation stays: no config that the oracle refutes may be
+    served, and none comes back by a merge or an import. Each verdict is written before
+    the next record is measured. What keeps `measurer` from measuring at all, such as
+    another GPU, it must raise.
 
     Raises:
         UnsupportedError: there is no measurer, so nothing can be said.
@@ -111,6 +127,8 @@ def verify(
     for record in records:
         verdict = _judge(record, measurer)
         change = _without([record], verdict.after)
+        if verdict.after is None:
+            change = _refuted(record, verdict.problem or "it failed")
         layer.rewrite(record.key.kernel, record.gpu, change)
         verdicts.append(verdict)
         on_verdict(verdict)
@@ -134,6 +152,19 @@ def _judge(record: TuningRecord, measurer: Measurer) -> Verdict:
     except RecordError as error:
         return Verdict(record, None, str(error))
     return Verdict(record, after)
+
+
+def _refuted(
+    record: TuningRecord, problem: str
+) -> Callable[[tuple[TuningRecord, ...]], list[TuningRecord]]:
+    """The change that puts a refutation in the place of all that claim the same."""
+    today = date.today().isoformat()
+    told = replace(record, verified=False, measured=today, refuted=problem)
+
+    def change(held: tuple[TuningRecord, ...]) -> list[TuningRecord]:
+        return [*(r for r in held if r.claim != record.claim), told]
+
+    return change
 
 
 def _without(

@@ -20,6 +20,12 @@ from portable_backend.warmup.digest import current_digests
 from portable_backend.warmup.layers import Layer, WritableLayer, why_no_folder
 from portable_backend.warmup.lookup import Lookup, SpaceCheck
 from portable_backend.warmup.matching import Environment, current_toolchain
+from portable_backend.warmup.portfolio import Portfolio
+from portable_backend.warmup.portfolio_files import (
+    PortfolioFile,
+    merge_all,
+    read_portfolios,
+)
 from portable_backend.warmup.records import SCHEMA, TuningKey, TuningRecord
 from portable_backend.warmup.store import USER_CACHE, RecordStore
 from portable_backend.warmup.tables import merge_records
@@ -68,6 +74,9 @@ def add_parser(groups: Any) -> None:
     _add_filters(parser)
     parser = add("prune", run_prune, "remove records that can no longer be used")
     parser.add_argument("--stale", action="store_true", help="of other kernel code")
+    parser.add_argument(
+        "--refuted", action="store_true", help="what verify said is wrong, to try anew"
+    )
     parser.add_argument("--min-schema", type=int, help="files of an earlier schema")
     parser.add_argument("--dry-run", action="store_true", help="only say what would go")
 
@@ -78,10 +87,11 @@ def _add_filters(parser: argparse.ArgumentParser) -> None:
 
 
 def run_list(args: argparse.Namespace) -> int:
-    rows = []
+    rows: list[dict[str, Any]] = []
     for layer in _store(args).layers:
-        for kernel, gpu in _files(layer, args):
+        for kernel, gpu, told in _listed(layer, args):
             held = layer.load_file(kernel, gpu)
+            problem = told.problem if told is not None else None
             merged = merge_records(held.records)
             rows.append(
                 {
@@ -92,23 +102,73 @@ def run_list(args: argparse.Namespace) -> int:
                     "verified": sum(record.verified for record in merged.served),
                     "unmeasured": sum(r.unmeasured is not None for r in merged.served),
                     "history": len(merged.history),
+                    "refuted": len(merged.refuted),
                     "digests": sorted({r.kernel_digest for r in merged.served}),
-                    "problems": list(held.problems),
+                    "portfolio": _portfolio_row(told),
+                    "problems": [*held.problems, *([problem] if problem else [])],
                     "path": str(layer.path(kernel, gpu)),
                 }
             )
-    lines = [
-        f"{row['layer']}  {row['kernel']}  {row['gpu']}: {row['records']} records, "
-        f"{row['verified']} verified, {_count_unmeasured(row)}{row['history']} in "
-        f"history  ({row['path']})"
-        for row in rows
-    ]
+        named = {problem for row in rows for problem in row["problems"]}
+        for path, problem in layer.unreadable.items():
+            if problem not in named:  # a folder, of which nobody knows what it holds
+                rows.append(_unread_row(layer, path, problem))
+    lines = [_list_line(row) for row in rows]
     _print(args, rows, lines or ["no records in any layer"])
     return FAILED if any(row["problems"] for row in rows) else DONE
 
 
-def _count_unmeasured(row: dict[str, Any]) -> str:
-    return f"{row['unmeasured']} unmeasured, " if row["unmeasured"] else ""
+def _unread_row(layer: Layer, path: Path, problem: str) -> dict[str, Any]:
+    counts = ("records", "verified", "unmeasured", "history", "refuted")
+    row: dict[str, Any] = {"layer": layer.name, "kernel": None, "gpu": None}
+    row |= dict.fromkeys(counts, 0)
+    row |= {"digests": [], "portfolio": None}
+    return row | {"problems": [problem], "path": str(path)}
+
+
+def _portfolio_row(file: PortfolioFile | None) -> dict[str, Any] | None:
+    if file is None or file.portfolio is None:
+        return None
+    held = file.portfolio
+    return {
+        "configs": [config.to_dict() for config in held.configs],
+        "buckets": len(held.assignment),
+        "loss": held.loss,
+        "worst_key": held.worst_key.to_dict() if held.worst_key else None,
+        "worst_loss": held.worst_loss,
+        "digest": held.kernel_digest,
+        "measured": held.measured,
+        "path": str(file.path),
+        "text": str(held),
+    }
+
+
+def _listed(
+    layer: Layer, args: argparse.Namespace
+) -> Iterable[tuple[str, str, PortfolioFile | None]]:
+    """(kernel, GPU, portfolio) of which a layer has records, a portfolio or both."""
+    for kernel in layer.kernels():
+        files = {file.gpu: file for file in read_portfolios(layer, kernel)}
+        for gpu in sorted({*layer.gpus(kernel), *files}):
+            if _wanted(args, kernel, gpu):
+                yield kernel, gpu, files.get(gpu)
+
+
+def _list_line(row: dict[str, Any]) -> str:
+    wrong = "".join(f"\n  not used: {problem}" for problem in row["problems"])
+    if row["kernel"] is None:
+        return f"{row['layer']}  {row['path']}{wrong}"
+    if row["portfolio"] is not None:
+        wrong = f"\n  {row['portfolio']['text']}{wrong}"
+    return (
+        f"{row['layer']}  {row['kernel']}  {row['gpu']}: {row['records']} records, "
+        f"{row['verified']} verified, {_count(row, 'unmeasured')}"
+        f"{_count(row, 'refuted')}{row['history']} in history  ({row['path']}){wrong}"
+    )
+
+
+def _count(row: dict[str, Any], name: str) -> str:
+    return f"{row[name]} {name}, " if row[name] else ""
 
 
 def run_show(args: argparse.Namespace) -> int:
@@ -167,15 +227,27 @@ def run_export(args: argparse.Namespace) -> int:
 def run_import(args: argparse.Namespace) -> int:
     archive = read_archive(args.file)
     layer = _user_cache(args, may_be_made=True)
-    archive.merge_into(layer)
-    count = len(archive.records)
-    result = {"cache_dir": str(layer.root), "records": count}
-    _print(args, result, [f"{count} records merged into {layer.root}"])
+    archive.merge_into(layer, _digests())
+    _print_merged(args, layer, len(archive.records), len(archive.portfolios))
     return DONE
+
+
+def _print_merged(
+    args: argparse.Namespace,
+    layer: Layer,
+    records: int,
+    portfolios: int,
+    **more: object,
+) -> None:
+    result = {"cache_dir": str(layer.root), "records": records}
+    result |= {"portfolios": portfolios} | more
+    both = f" and {portfolios} portfolios" if portfolios else ""
+    _print(args, result, [f"{records} records{both} merged into {layer.root}"])
 
 
 def run_merge(args: argparse.Namespace) -> int:
     records: list[TuningRecord] = []
+    portfolios: list[Portfolio] = []
     problems: list[str] = []
     for folder in args.folder:
         if not folder.is_dir():
@@ -185,14 +257,13 @@ def run_merge(args: argparse.Namespace) -> int:
             for held in source.load(kernel):
                 records += held.records
                 problems += held.problems
+            for file in read_portfolios(source, kernel):
+                portfolios += [] if file.portfolio is None else [file.portfolio]
+                problems += [] if file.problem is None else [file.problem]
+        problems += [p for p in source.unreadable.values() if p not in problems]
     layer = _user_cache(args, may_be_made=True)
-    layer.merge_in(records)
-    result = {"cache_dir": str(layer.root), "records": len(records)}
-    _print(
-        args,
-        result | {"problems": problems},
-        [f"{len(records)} records merged into {layer.root}"],
-    )
+    merge_all(layer, records, portfolios, _digests())
+    _print_merged(args, layer, len(records), len(portfolios), problems=problems)
     return FAILED if problems else DONE
 
 
@@ -231,14 +302,18 @@ def _measurer(device: str) -> Iterator[Measurer]:
 
 
 def run_prune(args: argparse.Namespace) -> int:
-    if not args.stale and args.min_schema is None:
-        raise UsageError("prune needs --stale, --min-schema or both")
+    if not args.stale and not args.refuted and args.min_schema is None:
+        raise UsageError(
+            "prune must be told what to remove, got nothing; give --stale, --refuted, "
+            "--min-schema or several"
+        )
     if args.min_schema is not None and args.min_schema > SCHEMA:
         raise UsageError(f"--min-schema must be at most {SCHEMA}")
     removed, tables = prune(
         _user_cache(args),
         digests=current_digests() if args.stale else None,
         min_schema=args.min_schema,
+        refuted=args.refuted,
         dry_run=args.dry_run,
     )
     verb = "would remove" if args.dry_run else "removed"
@@ -249,7 +324,7 @@ def run_prune(args: argparse.Namespace) -> int:
     }
     lines = [f"{verb} {r.key} on {r.gpu}" for r in removed]
     lines += [f"{verb} {path}" for path in tables]
-    lines.append(f"{verb} {len(removed)} records and {len(tables)} tables")
+    lines.append(f"{verb} {len(removed)} records and {len(tables)} files")
     _print(args, result, lines)
     return DONE
 
@@ -342,12 +417,16 @@ def _device(args: argparse.Namespace) -> DeviceInfo | None:
         raise UsageError(f"no GPU here ({error}); give --gpu and --arch") from None
 
 
-def _environment(args: argparse.Namespace, device: DeviceInfo | None) -> Environment:
+def _digests() -> dict[str, str] | None:
     try:
-        digests = current_digests()
+        return current_digests()
     except RecordError as error:
         print(f"kernel_digest is not compared: {error}", file=sys.stderr)
-        digests = None
+        return None
+
+
+def _environment(args: argparse.Namespace, device: DeviceInfo | None) -> Environment:
+    digests = _digests()
     gpu, arch = (device.name, device.arch) if device else (args.gpu, args.arch)
     # A GPU that is only named has no known number of units.
     units = device.num_units if device and args.gpu is None else None

@@ -186,6 +186,7 @@ def _layer(layer: Layer, digests: Mapping[str, str] | None) -> Iterator[Finding]
         told = f", {unmeasured} of them unmeasured," if unmeasured else ""
         text = f"{name}: {count} records{told} in {root}"
         yield Finding("caches", OK, text, data=data)
+    problems = [problem for problem in problems if problem not in hidden]
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         yield Finding(

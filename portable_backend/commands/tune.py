@@ -17,6 +17,7 @@ from portable_backend.settings import Settings
 if TYPE_CHECKING:
     from portable_backend.warmup.store import RecordStore
     from portable_backend.warmup.tools import Recipe, Tools
+    from portable_backend.warmup.tuned_portfolios import Written
     from portable_backend.warmup.tuning_options import TuneOptions
     from portable_backend.warmup.tuning_report import Event, Outcome, Task
 
@@ -98,12 +99,30 @@ def run(args: argparse.Namespace) -> int:
     started = time.monotonic()
     with make_progress(len(tasks), options.trials, sys.stderr) as on_event:
         outcomes = _tune(args, tasks, recipe, options, cache_dir, on_event)
-    _print_outcomes(args, outcomes, options, cache_dir, time.monotonic() - started)
+    seconds = time.monotonic() - started
+    portfolios = _portfolios(outcomes, cache_dir)
+    _print_outcomes(args, outcomes, portfolios, options, cache_dir, seconds)
     states = Counter(outcome.state for outcome in outcomes)
     if states["interrupted"] or any(o.reason == "interrupted" for o in outcomes):
         print("interrupted; run it again to go on", file=sys.stderr)
         return INTERRUPTED
-    return FAILED if states["failed"] else DONE
+    return FAILED if states["failed"] or portfolios is None else DONE
+
+
+def _portfolios(
+    outcomes: "Sequence[Outcome]", cache_dir: Path
+) -> "list[Written] | None":
+    """Write them; None, with a line on stderr, where that cannot be done."""
+    from portable_backend.warmup.layers import WritableLayer
+    from portable_backend.warmup.store import USER_CACHE, RecordStore
+    from portable_backend.warmup.tuned_portfolios import write_portfolios
+
+    store = RecordStore.open(cache_dir, _settings().cache_layers)
+    try:
+        return write_portfolios(outcomes, store, WritableLayer(USER_CACHE, cache_dir))
+    except (OSError, NotImplementedError, ImportError) as error:
+        print(f"no portfolio could be written: {error}", file=sys.stderr)
+        return None
 
 
 def _tune(
@@ -340,6 +359,7 @@ def _dry_device(arch: str | None) -> Any:
 def _print_outcomes(
     args: argparse.Namespace,
     outcomes: "Sequence[Outcome]",
+    portfolios: "Sequence[Written] | None",
     options: "TuneOptions",
     cache_dir: Path,
     seconds: float,
@@ -357,6 +377,7 @@ def _print_outcomes(
         "states": dict(sorted(states.items())),
         "counts": counts,
         "units": [outcome.to_dict() for outcome in outcomes],
+        "portfolios": [written.to_dict() for written in portfolios or ()],
     }
     summary = ", ".join(f"{n} {state}" for state, n in states.most_common())
     rejected = "".join(f", {n} {why}" for why, n in counts["rejected"].items())
@@ -368,6 +389,7 @@ def _print_outcomes(
             f"{summary} in {_duration(seconds)}; configs: {counts['considered']} "
             f"considered, {counts['pruned']} pruned, {counts['compiled']} compiled, "
             f"{counts['timed']} timed{rejected}; records in {cache_dir}",
+            *map(str, portfolios or ()),
         ],
     )
 
