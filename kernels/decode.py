@@ -42,6 +42,9 @@ from portable_backend.kernels.config import KernelConfig
 # Query rows of one program at most: more would spill, so further rows get programs of
 # their own and read the keys again.
 MAX_BLOCK_M = 64
+# Keys of a tile at head sizes up to 64, up to 128 and above: products' operands lie in
+# 256 registers, in gfx11's twice, beside addresses where caches are larger than 2 GiB.
+_RDNA_KEYS = {"gfx1100": (32, 16, 16), "gfx1201": (64, 32, 16)}
 
 
 def block_m_for(num_rows: int) -> int:
@@ -85,8 +88,8 @@ def default_config(
     if element_size == 4:  # dots run unrolled on plain ALUs
         fast = _Fast(16 if padded >= 128 else 32)
     elif device.platform == "hip":
-        small = 16 if padded > 128 else 32  # more spill
-        fast = _Fast(small if device.arch == "gfx1100" else 64)
+        keys = _RDNA_KEYS.get(device.arch, (64, 64, 64))
+        fast = _Fast(keys[(padded > 64) + (padded > 128)])
     elif device.arch == "sm90":
         fast = _fast_on_sm90(
             head_size=head_size,

@@ -92,6 +92,8 @@ def default_config(
         block_m, block_n, num_warps = 64, min(block_n, 32), 4
         if device.arch == "gfx1201":
             block_n = 16  # 32 spill a hundred registers
+        elif device.arch == "gfx1100":
+            num_warps = 8  # 4 spill 362 registers, 8 spill 143
     elif device.arch == "sm90":
         if block_size % block_n == 0 and (not no_context or padded > 128):
             load = "descriptor"

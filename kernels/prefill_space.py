@@ -19,6 +19,8 @@ from portable_backend.kernels.config import ConfigSpace, Constraint, Parameter
 
 def _rows_for_warps(c: Config, shape: AttentionShape, device: DeviceInfo) -> bool:
     rows = 4 if shape.element_size == 4 else 16
+    if device.arch == "gfx1100" and shape.padded > 128:
+        rows = min(rows, 8)
     return not on_gpu(device) or bool(c["BLOCK_M"] >= rows * c["num_warps"])
 
 
@@ -117,7 +119,8 @@ PREFILL_SPACE: ConfigSpace[AttentionShape] = ConfigSpace(
         Constraint(
             "rows_per_warp",
             "a matrix instruction has 16 rows for each warp; products of 4-byte "
-            "elements run on plain ALUs, where 4 rows a warp are enough",
+            "elements run on plain ALUs, where 4 rows a warp are enough, and pairs of "
+            "gfx1100's share rows of wide heads, half of the registers each",
             ("BLOCK_M", "num_warps"),
             _rows_for_warps,
         ),

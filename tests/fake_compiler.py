@@ -33,7 +33,13 @@ def main():
     json.loads(sys.stdin.readline())
     say({"ready": True})
     for line in sys.stdin:
-        kind = json.loads(line)["config"]["BLOCK_N"]
+        request = json.loads(line)
+        if "device" in request:
+            log.write(f"for {request['device']['arch']}\n")
+            log.flush()
+            say({"ready": True})
+            continue
+        kind = request["config"]["BLOCK_N"]
         log.write(f"{kind}\n")
         log.flush()
         if kind == ABORTS:

@@ -22,6 +22,7 @@ from portable_backend.warmup.compile_pool import (
     resident_mib,
 )
 from portable_backend.warmup.kernel_specs import spec_of
+from portable_backend.warmup.records import TuningKey
 
 SM90 = DeviceInfo.for_arch("sm90", 132)
 FAKE = Path(__file__).with_name("fake_compiler.py")
@@ -224,7 +225,47 @@ def test_memory_of_a_process_includes_what_it_started():
     assert resident_mib(process.pid) == 0
 
 
+def test_workers_turn_to_another_device(tmp_path):
+    config = candidate(GOOD)
+    with fake_pool(tmp_path) as pool:
+        for arch in ("sm90", "gfx942", "gfx942", "sm90"):
+            pool.retarget(DeviceInfo.for_arch(arch, 132))
+            (result,) = pool.wait(KEY, [config])
+            assert result.failure is None
+        pool.submit(KEY, [candidate(HANGS)])
+        with pytest.raises(RuntimeError, match="wait for what was submitted"):
+            pool.retarget(SM90)
+    _, *rest = logged(tmp_path)
+    assert rest[:6] == ["16", "for gfx942", "16", "16", "for sm90", "16"]
+
+
+def test_limits_are_those_of_the_device_in_turn(tmp_path):
+    with fake_pool(tmp_path) as pool:
+        failures = []
+        for arch in ("sm90", "gfx942"):
+            pool.retarget(DeviceInfo.for_arch(arch))
+            (result,) = pool.wait(KEY, [candidate(LARGE)])
+            failures.append(result.failure)
+    assert [failure.split()[-1] for failure in failures] == ["232448", "65536"]
+
+
 # ------------------------------------------------------------------- the real worker
+
+
+def test_a_real_worker_reads_out_parts_for_either_vendor(fresh_cache_dir):
+    key = TuningKey.from_dict(
+        "decode", decode_key().to_dict() | {"head_size": 32, "num_kv_heads": 2}
+    )
+    with CompilePool(SM90, workers=1, parts=True) as pool:
+        for arch in ("sm90", "gfx942"):
+            device = DeviceInfo.for_arch(arch, 132)
+            pool.retarget(device)
+            (result,) = pool.wait(key, [spec_of(key).default(key, device)])
+            assert result.failure is None
+            assert {name for name, _ in result.others} >= {"plan", "merge"}
+            assert all(readout.registers for _, readout in result.others)
+            is_amd = result.readout.scalar_registers is not None
+            assert is_amd == (arch == "gfx942")
 
 
 def test_a_real_worker_compiles_and_reports_what_does_not(fresh_cache_dir):

@@ -11,6 +11,7 @@ import pytest
 
 from portable_backend.device import DeviceInfo, interpreting
 from portable_backend.errors import UnsupportedError
+from portable_backend.warmup.compile_pool import binary_of
 from portable_backend.warmup.kernel_specs import spec_of
 from portable_backend.warmup.predicted_tables import common_keys
 from portable_backend.warmup.readouts import Readouts, usual_key
@@ -57,7 +58,7 @@ def test_other_code_or_another_triton_is_compiled_anew(tmp_path, today):
     readouts = Readouts(held(tmp_path), *today)
     assert readouts.get(KEY, CONFIG, DEVICE) is None
     (job,) = readouts.missing([(KEY, CONFIG, DEVICE), (KEY, CONFIG, DEVICE)])
-    assert job == (usual_key(KEY, CONFIG), CONFIG, DEVICE)
+    assert job == (usual_key(KEY, CONFIG, DEVICE), CONFIG, DEVICE)
     if interpreting():
         with pytest.raises(UnsupportedError, match="unset TRITON_INTERPRET"):
             readouts.compile([(KEY, CONFIG, DEVICE)], workers=1)
@@ -79,11 +80,23 @@ def test_what_fails_spills_or_exceeds_a_limit_says_so(tmp_path, changes, reason)
 
 def test_keys_that_differ_in_traffic_or_heads_alone_share_a_binary():
     wide = KEY.to_dict() | {"num_seqs": 64, "num_kv_heads": 1, "num_queries_per_kv": 8}
-    assert usual_key(TuningKey.from_dict("decode", wide), CONFIG) == usual_key(
-        KEY, CONFIG
-    )
+    usual = usual_key(KEY, CONFIG, DEVICE)
+    assert usual_key(TuningKey.from_dict("decode", wide), CONFIG, DEVICE) == usual
     small = TuningKey.from_dict("decode", KEY.to_dict() | {"head_size": 64})
-    assert usual_key(small, CONFIG) != usual_key(KEY, CONFIG)
+    assert usual_key(small, CONFIG, DEVICE) != usual
+
+
+@pytest.mark.parametrize("kernel", ["decode", "prefill"])
+@pytest.mark.parametrize("head_size", [32, 256])
+def test_on_amd_read_outs_are_of_caches_as_large_as_engines(kernel, head_size):
+    """More than 2 GiB: offsets of 64 bits take registers that a small cache spares."""
+    key = list(common_keys(kernel))[-1]
+    key = TuningKey.from_dict(kernel, key.to_dict() | {"head_size": head_size})
+    for arch, is_far in (("sm80", False), ("gfx942", True)):
+        device = DeviceInfo.for_arch(arch)
+        config = spec_of(key).default(key, device)
+        _, _, sizes, *_ = binary_of(usual_key(key, config, device), config)
+        assert sizes[-1] == (is_far and not key.to_dict().get("no_context"))
 
 
 @pytest.mark.parametrize(

@@ -350,6 +350,20 @@ def compile_config(key: TuningKey, config: KernelConfig, device: DeviceInfo) -> 
     return replace(readout, seconds=time.perf_counter() - start)
 
 
+def compile_parts(
+    key: TuningKey, config: KernelConfig, device: DeviceInfo
+) -> list[tuple[str, Readout]]:
+    """As compile_config, but what every binary takes, by kernel; the key's own first.
+
+    The seconds of each are its own.
+    """
+    names = {own: kernel for kernel, own in _NAMES.items()}
+    return [
+        (names.get(launch.kernel, launch.kernel), compile_launch(launch, device))
+        for launch in launches_of(key, config, device)
+    ]
+
+
 def compile_launch(launch: KernelLaunch, device: DeviceInfo) -> Readout:
     """Compile one launch into Triton's cache; raises whatever the compiler raises."""
     start = time.perf_counter()

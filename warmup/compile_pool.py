@@ -48,12 +48,15 @@ class Compiled:
         readout: what its kernel takes; None where it did not compile, and in the
             interpreter, for which nothing is compiled.
         failure: why it cannot be launched, in one line; None: it can.
+        others: by kernel, what the other binaries take that measuring it launches;
+            empty unless the pool was asked for them.
     """
 
     key: TuningKey
     config: KernelConfig
     readout: Readout | None
     failure: str | None
+    others: tuple[tuple[str, Readout], ...] = ()
 
 
 @dataclass(eq=False)
@@ -64,6 +67,7 @@ class _Job:
     config: KernelConfig
     readout: Readout | None = None
     failure: str | None = None
+    others: tuple[tuple[str, Readout], ...] = ()
     done: bool = False
 
 
@@ -114,6 +118,7 @@ class CompilePool:
         memory_mib: of one worker and the tools it starts; None: any.
         command: starts a worker; replaced in tests.
         activity: of an engine: workers are stopped while that is busy.
+        parts: read out all binaries of a candidate, its plan's and merge's too.
 
     Raises:
         ValueError: a number is not positive.
@@ -128,6 +133,7 @@ class CompilePool:
         memory_mib: int | None = None,
         command: Sequence[str] = WORKER,
         activity: Activity | None = None,
+        parts: bool = False,
     ) -> None:
         for name, value in (("workers", workers), ("limit_s", limit_s)):
             if not value > 0:
@@ -146,7 +152,9 @@ class CompilePool:
         if device.platform == "interpreter":
             return
         for _ in range(workers):
-            worker = CompileWorker(self._command, device, limit_s, memory_mib, activity)
+            worker = CompileWorker(
+                self._command, device, limit_s, memory_mib, activity, parts=parts
+            )
             # The thread lives as long as the pool: workers end with it.
             thread = threading.Thread(target=self._serve, args=(worker,), daemon=True)
             self._workers.append(worker)
@@ -195,7 +203,7 @@ class CompilePool:
                     if left is not None and left <= 0:
                         return
                     self._changed.wait(left)
-            yield Compiled(key, config, job.readout, job.failure)
+            yield Compiled(key, config, job.readout, job.failure, job.others)
 
     def ready(
         self, key: TuningKey, configs: Iterable[KernelConfig]
@@ -204,6 +212,20 @@ class CompilePool:
         with self._changed:
             jobs = [(c, self._jobs.get(binary_of(key, c))) for c in configs]
             return [c for c, job in jobs if job and job.done and job.failure is None]
+
+    def retarget(self, device: DeviceInfo) -> None:
+        """Compile for another device from now on, with the same processes.
+
+        Raises:
+            RuntimeError: something is still to be compiled.
+        """
+        with self._changed:
+            if not all(job.done for job in self._jobs.values()):
+                raise RuntimeError("wait for what was submitted before you retarget")
+            self._device = device
+            self._jobs.clear()
+        for worker in self._workers:
+            worker.device = device
 
     def close(self) -> None:
         """End all workers; what is not compiled by now never will be."""
@@ -248,11 +270,12 @@ class CompilePool:
                     if self._closed:
                         return
                     job = self._waiting.popleft()
-                readout, failure = worker.compile(job.key, job.config)
+                readout, failure, others = worker.compile(job.key, job.config)
                 if readout is not None:
                     failure = over_limit(readout, self._device)
                 with self._changed:
-                    job.readout, job.failure, job.done = readout, failure, True
+                    job.readout, job.failure, job.others = readout, failure, others
+                    job.done = True
                     self._changed.notify_all()
         finally:
             worker.kill()
@@ -264,6 +287,7 @@ class CompileWorker:
 
     Attributes:
         environment: of the processes; None: this one's, as it is when one is started.
+        parts: `compile` reads out all binaries of a candidate.
     """
 
     command: Sequence[str]
@@ -272,28 +296,32 @@ class CompileWorker:
     memory_mib: int | None
     activity: Activity | None = None
     environment: Mapping[str, str] | None = None
+    parts: bool = False
     _process: subprocess.Popen[str] | None = None
     _lines: "queue.Queue[str | None]" = field(default_factory=queue.Queue)
     _errors: Any = None
     _compiled: int = 0  # by this process
+    _told: DeviceInfo | None = None  # what it compiles for
     _killed: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def compile(
         self, key: TuningKey, config: KernelConfig
-    ) -> tuple[Readout | None, str | None]:
-        """(read-out, None) or (None, why not)."""
+    ) -> tuple[Readout | None, str | None, tuple[tuple[str, Readout], ...]]:
+        """(read-out, None, others' read-outs) or (None, why not, none)."""
         request = {
             "kernel": key.kernel,
             "fields": key.to_dict(),
             "config": config.to_dict(),
+            "parts": self.parts,
         }
         answer, failure = self.answer_to(request)
         if answer is None:
-            return None, failure
+            return None, failure, ()
         if "readout" not in answer:
-            return None, str(answer.get("failure"))
-        return Readout(**answer["readout"]), None
+            return None, str(answer.get("failure")), ()
+        others = [(name, Readout(**held)) for name, held in answer.get("others", ())]
+        return Readout(**answer["readout"]), None, tuple(others)
 
     def answer_to(self, request: dict[str, Any]) -> tuple[dict[str, Any] | None, str]:
         """(the answer to one request, "") or (None, why there is none)."""
@@ -303,6 +331,11 @@ class CompileWorker:
             failure = self._start()
             if failure is not None:
                 return None, f"no worker: {failure}"
+        if self._told != self.device:
+            ready, failure = self._ask({"device": asdict(self.device)}, self.limit_s)
+            if ready is None:
+                return None, failure or ""
+            self._told = self.device
         answer, failure = self._ask(request, self.limit_s)
         self._compiled += 1
         return answer, failure or ""
@@ -329,7 +362,7 @@ class CompileWorker:
                 )
             except OSError as error:
                 return str(error)
-        self._lines, self._compiled = queue.Queue(), 0
+        self._lines, self._compiled, self._told = queue.Queue(), 0, self.device
         pump = threading.Thread(
             target=_pump, args=(self._process.stdout, self._lines), daemon=True
         )

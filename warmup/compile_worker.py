@@ -2,7 +2,8 @@
 """The process that compiles for `compile_pool`: one JSON line in, one out.
 
 It starts on its own: `python -m portable_backend.warmup.compile_worker`. The first line
-describes the device, each further one a candidate or a binary. It ends with its parent.
+describes the device, each further one a candidate, a binary or another device. It ends
+with its parent.
 """
 
 import contextlib
@@ -58,15 +59,18 @@ def answer(request: dict[str, Any], device: DeviceInfo) -> dict[str, Any]:
     """The read-out of a candidate or what became of a binary, or why it failed."""
     if "binary" in request:
         return _compile_binary(request["binary"], device)
-    from portable_backend.warmup.compilation import compile_config
+    from portable_backend.warmup.compilation import compile_config, compile_parts
 
     key = TuningKey.from_dict(request["kernel"], request["fields"])
     try:
         config = KernelConfig.from_dict(request["config"])
-        readout = compile_config(key, config, device)
+        if request.get("parts"):
+            (_, readout), *others = compile_parts(key, config, device)
+        else:
+            readout, others = compile_config(key, config, device), []
     except Exception as error:  # whatever a compiler raises
         return {"failure": one_line(error)}
-    return {"readout": vars(readout)}
+    return {"readout": vars(readout), "others": [(n, vars(r)) for n, r in others]}
 
 
 def _compile_binary(data: dict[str, Any], device: DeviceInfo) -> dict[str, Any]:
@@ -86,18 +90,22 @@ def main() -> int:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     lines = lines_of(sys.stdin)
-    described = json.loads(lines.get())
-    limits = ArchLimits(**described.pop("limits"))
-    device = DeviceInfo(**described, limits=limits)
+    device = _device(json.loads(lines.get()))
     importlib.import_module("portable_backend.warmup.compilation")  # before any limit
 
-    print(json.dumps({"ready": True}), file=answers, flush=True)
+    said: dict[str, Any] = {"ready": True}
     while True:
-        print(
-            json.dumps(answer(json.loads(lines.get()), device)),
-            file=answers,
-            flush=True,
-        )
+        print(json.dumps(said), file=answers, flush=True)
+        request = json.loads(lines.get())
+        if "device" in request:
+            device, said = _device(request["device"]), {"ready": True}
+        else:
+            said = answer(request, device)
+
+
+def _device(described: dict[str, Any]) -> DeviceInfo:
+    limits = ArchLimits(**described.pop("limits"))
+    return DeviceInfo(**described, limits=limits)
 
 
 if __name__ == "__main__":

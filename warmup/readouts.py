@@ -28,13 +28,15 @@ SCHEMA = 1
 Job = tuple[TuningKey, KernelConfig, DeviceInfo]
 # Few enough for one tile of decode; heads do not shape its code otherwise.
 _USUAL_GROUP = 4
+_FAR = 1 << 20  # tokens of two requests: more than 2 GiB from head size 32 on
 
 
-def usual_key(key: TuningKey, config: KernelConfig) -> TuningKey:
+def usual_key(key: TuningKey, config: KernelConfig, device: DeviceInfo) -> TuningKey:
     """The key whose binary stands for this key's: what code takes depends on little.
 
     Registers and shared memory follow head size, block size, dtype, window and config,
-    not how many heads, requests or tokens there are.
+    not how many heads, requests or tokens there are. But AMD's compiler takes more
+    registers for caches of more than 2 GiB, as engines have: this key's are so large.
     """
     fields: dict[str, Any] = key.to_dict()
     usual: dict[str, Any] = {}
@@ -43,11 +45,12 @@ def usual_key(key: TuningKey, config: KernelConfig) -> TuningKey:
         pack: Any = config.get("PACK", 1)
         if fields["num_queries_per_kv"] <= 8 and _USUAL_GROUP % pack == 0:
             usual["num_queries_per_kv"] = _USUAL_GROUP
+    cached = _FAR if device.platform == "hip" else 4096
     if key.kernel == "decode":
-        usual |= {"seq_len": 4096}
+        usual |= {"seq_len": cached}
     elif key.kernel == "prefill":
         usual |= {"query_len": 2048}
-        usual |= {"context_len": 0 if fields["no_context"] else 4096}
+        usual |= {"context_len": 0 if fields["no_context"] else cached}
     return TuningKey.from_dict(key.kernel, fields | usual)
 
 
@@ -107,7 +110,7 @@ class Readouts:
         for key, config, device in jobs:
             if self._found(key, config, device) is None:
                 place = key.kernel, _name(key, config, device)
-                lacking[place] = (usual_key(key, config), config, device)
+                lacking[place] = (usual_key(key, config, device), config, device)
         return list(lacking.values())
 
     def compile(
@@ -199,7 +202,7 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
 def _name(key: TuningKey, config: KernelConfig, device: DeviceInfo) -> str:
     if "MIN_CHUNK" in config:  # of the plan alone
         config = config.replace(MIN_CHUNK=1)
-    binary: Any = binary_of(usual_key(key, config), config)
+    binary: Any = binary_of(usual_key(key, config, device), config)
     _, structure, sizes, *parameters = binary
     fields = " ".join(f"{name}={value}" for name, value in structure)
     return f"{device.arch} {fields} {list(sizes)} {dict(parameters)}"

@@ -10,6 +10,7 @@ A worker that starts after that compiles for entries that its parent never looks
 import importlib
 import logging
 import os
+import re
 from typing import Any
 
 from portable_backend.device import DeviceInfo
@@ -56,6 +57,19 @@ def child_environment(device: DeviceInfo | None = None) -> dict[str, str]:
         for name in _PTXAS:
             environment.pop(name, None)
     return environment
+
+
+def ptxas_version(device: DeviceInfo) -> str | None:
+    """Of the ptxas that Triton takes for this NVIDIA device; None where none answers.
+
+    AMD's code comes from the LLVM that is part of Triton.
+    """
+    try:
+        found = re.search(r"\bV(\d[\d.]*)", str(_version(device)))
+    except Exception as error:  # as above
+        logger.debug("ptxas was not asked for its version: %r", error)
+        return None
+    return found.group(1) if found else None
 
 
 def _version(device: DeviceInfo, *, anew: bool = False) -> Any:

@@ -4,51 +4,37 @@
 import argparse
 import json
 import os
-import random
-import re
 import sys
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from portable_backend.commands import DONE, FAILED, UsageError
+from portable_backend.commands.compile_checks import (
+    Baseline,
+    expected_spills,
+    held_of,
+    weakness,
+)
+from portable_backend.commands.compile_keys import (
+    KERNELS,
+    LLAMA,
+    TARGETS,
+    Asked,
+    Candidate,
+    candidates,
+    fields_of,
+    targets_of,
+)
 from portable_backend.commands.compile_page import page
-from portable_backend.device import ARCH_LIMITS, DeviceInfo
+from portable_backend.device import DeviceInfo
 
 if TYPE_CHECKING:
-    from portable_backend.kernels.config import KernelConfig
-    from portable_backend.warmup.compile_pool import Compiled
-    from portable_backend.warmup.records import TuningKey
+    from portable_backend.warmup.compile_pool import Compiled, CompilePool
     from portable_backend.warmup.resources import Readout
 
-TARGETS = tuple(arch for arch in ARCH_LIMITS if arch != "interpreter")
-_KERNELS = ("prefill", "decode", "rms_norm", "kv_cache")
-_LLAMA: dict[str, int | str] = {
-    "dtype": "bfloat16",
-    "head_size": 128,
-    "num_kv_heads": 8,
-    "num_queries_per_kv": 4,
-    "sliding_window": 0,
-    "row_size": 4096,
-}
-# Sizes of the default keys: each names a step whose default config differs somewhere.
-_STEPS: dict[str, tuple[dict[str, int], ...]] = {
-    "prefill": (
-        {"num_seqs": 2, "query_len": 2048, "context_len": 0, "no_context": 1},
-        {"num_seqs": 2, "query_len": 2048, "context_len": 4096, "no_context": 0},
-    ),
-    "decode": tuple(
-        {"num_seqs": n, "query_len": 1, "seq_len": 4096} for n in (1, 32, 256)
-    ),
-    "rms_norm": tuple(
-        {"fused_add": fused, "num_rows": rows}
-        for fused in (0, 1)
-        for rows in (16, 2048, 8192)
-    ),
-    "kv_cache": ({"num_tokens": 256}, {"num_tokens": 8192}),
-}
-_BLOCK_SIZES = (16, 64)
 _COLUMNS = (
     ("target", "target"),
     ("kernel", "kernel"),
@@ -67,16 +53,9 @@ _COLUMNS = (
 _NOTE = (
     "regs: registers of a lane; spills: those of them that live in memory; fit: "
     "programs that a unit holds at once, its occupancy; code: bytes of instructions; "
-    "matrix: matrix instructions in them; load: bytes of the widest load of a lane."
+    "matrix: matrix instructions in them; load: bytes of the widest load of a lane. "
+    "plan and merge stand below the first config that launches such binaries."
 )
-
-
-@dataclass(frozen=True)
-class _Candidate:
-    target: str
-    key: "TuningKey"
-    config: "KernelConfig"
-    is_default: bool
 
 
 def add_parser(groups: Any) -> None:
@@ -86,8 +65,9 @@ def add_parser(groups: Any) -> None:
         help=text,
         description=text,
         epilog=f"{_NOTE} Exit code 1: something does not compile or exceeds a limit, "
-        "or a default spills, loads nothing or less than 16 bytes at once, or "
-        "multiplies 16-bit elements without matrix instructions.",
+        "or a default spills more than is expected of it, loads nothing or less than "
+        "16 bytes at once, multiplies 16-bit elements without matrix instructions, or "
+        "takes an eighth more than in the baseline.",
     )
     parser.set_defaults(func=run)
     option = parser.add_argument
@@ -97,7 +77,7 @@ def add_parser(groups: Any) -> None:
         metavar="ARCH,...",
         help=f"all (the default), or some of {', '.join(TARGETS)}",
     )
-    option("--kernel", action="append", choices=_KERNELS, help="only these")
+    option("--kernel", action="append", choices=KERNELS, help="only these")
     option(
         "--key",
         action="append",
@@ -110,7 +90,14 @@ def add_parser(groups: Any) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="also N configs of each space, always the same (default: defaults only)",
+        help="also N configs of each key's space, always the same (default: none)",
+    )
+    option(
+        "--draw",
+        type=int,
+        default=0,
+        metavar="N",
+        help="also N configs in all, of keys and targets in turn, always the same",
     )
     option("--workers", type=int, default=os.cpu_count() or 1, metavar="N")
     option("--limit-s", type=float, default=60.0, metavar="S", help="for one config")
@@ -118,170 +105,202 @@ def add_parser(groups: Any) -> None:
     option(
         "--max-spills",
         type=int,
-        default=8,
+        default=0,
         metavar="N",
-        help="of a default; with a cap on registers a few are intended (default: 8)",
+        help="of a default without an exception of its own (default: 0)",
     )
     option("--json", action="store_true", help="the result as JSON")
     option("--html", type=Path, metavar="FILE", help="the result as a page, too")
+    option(
+        "--baseline",
+        type=Path,
+        metavar="FILE",
+        help="fail where a default takes more than it did when FILE was written",
+    )
+    option(
+        "--write-baseline",
+        type=Path,
+        metavar="FILE",
+        help="write what defaults take; of what FILE holds, the rest stays",
+    )
+
+
+@dataclass
+class _Row:
+    """A binary of a candidate: its own kernel's, or a part that it launches too."""
+
+    candidate: Candidate
+    kernel: str
+    readout: "Readout | None"
+    failure: str | None
+    number: int = 1  # among binaries of this kernel and candidate
+    expected: str | None = None  # why its spills are no failure
+
+    @property
+    def name(self) -> str:
+        """In a baseline, within a target."""
+        own = f"{self.candidate.key.kernel} {_text(_shape(self.candidate))}"
+        if self.kernel != self.candidate.key.kernel:
+            own = f"{self.kernel} of {own}"
+        return own if self.number == 1 else f"{own} #{self.number}"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "target": self.candidate.target,
+            "kernel": self.kernel,
+            "key": self.candidate.key.to_dict(),
+            "config": self.candidate.config.to_dict(),
+            "is_default": self.candidate.is_default,
+            "readout": vars(self.readout) if self.readout else None,
+            "expected": self.expected,
+            "failure": self.failure,
+        }
 
 
 def run(args: argparse.Namespace) -> int:
+    start = time.perf_counter()
+    _check(args)
+    targets = targets_of(args.target)
+    given = fields_of(args.key)
+    kernels = args.kernel or KERNELS
+    baseline = Baseline.read(args.baseline) if args.baseline else None
+    toolchain = _toolchain(targets)
+    rows: list[_Row] = []
+    with _pool(args, DeviceInfo.for_arch(targets[0])) as pool:
+        for target in targets:
+            device = DeviceInfo.for_arch(target)
+            asked = Asked(args.sample, args.draw).of_target(targets, target)
+            found = list(candidates(device, kernels, given, asked))
+            pool.retarget(device)
+            for candidate in found:
+                pool.submit(candidate.key, [candidate.config])
+            seen: set[object] = set()
+            for done, candidate in enumerate(found, 1):
+                (compiled,) = pool.wait(candidate.key, [candidate.config])
+                rows += _rows(candidate, compiled, args.max_spills, seen)
+                _progress(f"{target}: {done} of {len(found)}")
+    _progress(None)
+    if baseline:
+        _compare(rows, baseline, toolchain)
+    result: dict[str, Any] = {
+        "toolchain": toolchain,
+        "targets": targets,
+        "seconds": round(time.perf_counter() - start, 1),
+        "configs": [row.to_dict() for row in rows],
+    }
+    _print(args, result)
+    if args.html:
+        args.html.write_text(_page(result["configs"]), encoding="utf-8")
+    if args.write_baseline:
+        _write_baseline(args.write_baseline, rows, toolchain)
+    return FAILED if any(row.failure for row in rows) else DONE
+
+
+def _check(args: argparse.Namespace) -> None:
+    for name in ("sample", "draw", "max_spills"):
+        if getattr(args, name) < 0:
+            option = name.replace("_", "-")
+            raise UsageError(f"--{option} must be 0 or more, got {getattr(args, name)}")
+    for name in ("html", "write_baseline"):
+        path = getattr(args, name)
+        if path and not path.absolute().parent.is_dir():
+            option, folder = name.replace("_", "-"), path.absolute().parent
+            raise UsageError(f"--{option}: {folder} is no folder; make it first")
+
+
+def _toolchain(targets: Sequence[str]) -> dict[str, Any]:
+    """What compiles; of AMD's targets it is the LLVM within Triton."""
+    import triton
+
+    from portable_backend.warmup.toolchain import ptxas_version
+
+    devices = map(DeviceInfo.for_arch, targets)
+    ptxas = {d.arch: ptxas_version(d) for d in devices if d.platform == "cuda"}
+    return {"triton": triton.__version__, "ptxas": ptxas}
+
+
+def _pool(args: argparse.Namespace, device: DeviceInfo) -> "CompilePool":
     from portable_backend.warmup.compile_pool import CompilePool
 
-    if args.max_spills < 0:
-        raise UsageError(f"--max-spills must be 0 or more, got {args.max_spills}")
-    if args.html and not args.html.absolute().parent.is_dir():
-        folder = args.html.absolute().parent
-        raise UsageError(f"--html: {folder} is no folder; make it first")
-    targets = _targets(args.target)
-    given = _fields(args.key)
-    kernels = args.kernel or _KERNELS
-    rows: list[dict[str, Any]] = []
-    for target in targets:
-        device = DeviceInfo.for_arch(target)
-        candidates = list(_candidates(device, kernels, given, args.sample))
-        try:
-            pool = CompilePool(
-                device,
-                workers=args.workers,
-                limit_s=args.limit_s,
-                memory_mib=args.memory_mib,
-            )
-        except ValueError as error:
-            raise UsageError(str(error)) from None
-        with pool:
-            for candidate in candidates:
-                pool.submit(candidate.key, [candidate.config])
-            for done, candidate in enumerate(candidates, 1):
-                (compiled,) = pool.wait(candidate.key, [candidate.config])
-                rows.append(_row(candidate, compiled, args.max_spills))
-                _progress(f"{target}: {done} of {len(candidates)}")
-    _progress(None)
-    _print(args, rows)
-    if args.html:
-        args.html.write_text(_page(rows), encoding="utf-8")
-    return FAILED if any(row["failure"] for row in rows) else DONE
-
-
-def _targets(text: str) -> list[str]:
-    if text == "all":
-        return list(TARGETS)
-    # Vendors write sm_90.
-    names = [name.strip().replace("sm_", "sm") for name in text.split(",")]
-    for name in names:
-        if re.fullmatch(r"sm[5-7]\d", name):
-            raise UsageError(
-                f"--target {name} is refused: kernels need compute capability 8.0 or "
-                "later, for bf16 and asynchronous copies"
-            )
-        if name not in TARGETS:
-            raise UsageError(
-                f"--target must be all or some of {', '.join(TARGETS)}, got {name}"
-            )
-    return list(dict.fromkeys(names))
-
-
-def _fields(texts: list[str]) -> dict[str, int | str]:
-    fields: dict[str, int | str] = {}
-    for text in texts:
-        name, separator, value = text.partition("=")
-        if not separator:
-            raise UsageError(f"--key must be FIELD=VALUE, got {text}")
-        is_number = value.removeprefix("-").isdecimal()
-        fields[name] = int(value) if is_number else value
-    return fields
-
-
-def _keys(
-    kernels: tuple[str, ...] | list[str], given: dict[str, int | str]
-) -> "Iterator[TuningKey]":
-    """The keys of each kernel: Llama's, with what is given in place of it.
-
-    Raises:
-        UsageError: no kernel asked for has such a field, or it takes no such value.
-    """
-    from portable_backend.warmup.kernel_specs import KERNEL_SPECS, spec_of
-    from portable_backend.warmup.records import TuningKey
-    from portable_backend.warmup.units import check_fields
-
-    known = {name for kernel in kernels for name in KERNEL_SPECS[kernel].fields}
-    if unknown := sorted(given.keys() - known):
-        raise UsageError(
-            f"--key must name one of {', '.join(sorted(known))}, got {unknown[0]}"
+    try:
+        return CompilePool(
+            device,
+            workers=args.workers,
+            limit_s=args.limit_s,
+            memory_mib=args.memory_mib,
+            parts=True,
         )
-    for kernel in kernels:
-        names = KERNEL_SPECS[kernel].fields
-        found: dict[TuningKey, None] = {}
-        for block_size in _BLOCK_SIZES:
-            for sizes in _STEPS[kernel]:
-                fields = _LLAMA | {"block_size": block_size} | sizes | given
-                if kernel == "prefill" and "no_context" not in given:
-                    fields["no_context"] = int(fields["context_len"] == 0)
-                try:
-                    key = TuningKey.of(kernel, **{name: fields[name] for name in names})
-                    spec_of(key)
-                    check_fields(key, f"{kernel} key")
-                except ValueError as error:
-                    raise UsageError(f"--key: {error}") from None
-                found[key] = None
-        yield from found
+    except ValueError as error:
+        raise UsageError(str(error)) from None
 
 
-def _candidates(
-    device: DeviceInfo,
-    kernels: tuple[str, ...] | list[str],
-    given: dict[str, int | str],
-    sample: int,
-) -> Iterator[_Candidate]:
-    from portable_backend.warmup.kernel_specs import spec_of
+def _rows(
+    candidate: Candidate, compiled: "Compiled", max_spills: int, seen: set[object]
+) -> Iterator[_Row]:
+    """The candidate's row, and those of parts that take what none before took."""
+    from portable_backend.warmup.resources import over_limit
 
-    if sample < 0:
-        raise UsageError(f"--sample must be 0 or more, got {sample}")
-    for key in _keys(kernels, given):
-        spec = spec_of(key)
-        try:
-            default = spec.default(key, device)
-            rng = random.Random(f"{device.arch} {key}")
-            drawn = spec.bound(key, device).sample(sample, rng)
-        except (TypeError, ValueError) as error:
-            raise UsageError(f"--key: {error}") from None
-        for config in dict.fromkeys([default, *drawn]):
-            yield _Candidate(device.arch, key, config, config == default)
-
-
-def _row(
-    candidate: _Candidate, compiled: "Compiled", max_spills: int
-) -> dict[str, Any]:
-    failure, readout = compiled.failure, compiled.readout
-    spills = (readout.spills if readout else None) or 0
-    if failure is None and candidate.is_default and spills > max_spills:
-        failure = f"the default spills {spills} registers"
-    if failure is None and candidate.is_default and readout is not None:
-        failure = _weakness(candidate.key.to_dict(), candidate.key.kernel, readout)
-    return {
-        "target": candidate.target,
-        "kernel": candidate.key.kernel,
-        "key": candidate.key.to_dict(),
-        "config": candidate.config.to_dict(),
-        "is_default": candidate.is_default,
-        "readout": vars(readout) if readout else None,
-        "failure": failure,
-    }
+    device, key = DeviceInfo.for_arch(candidate.target), candidate.key
+    parts = [_Row(candidate, key.kernel, compiled.readout, compiled.failure)]
+    for kernel, other in compiled.others:
+        number = 1 + sum(part.kernel == kernel for part in parts)
+        failure = over_limit(other, device)
+        parts.append(_Row(candidate, kernel, other, failure, number))
+    for row in parts:
+        readout, fields = row.readout, key.to_dict()
+        if readout:
+            taken = row.kernel, replace(readout, seconds=0.0)
+            if row is not parts[0] and taken in seen:
+                continue
+            seen.add(taken)
+        if readout and candidate.is_default and row.failure is None:
+            place = candidate.target, row.kernel, fields
+            row.failure = weakness(*place, readout, max_spills)
+            expected = expected_spills(*place) if readout.spills else None
+            if expected and not row.failure:
+                row.expected = expected.reason
+        yield row
 
 
-def _weakness(fields: dict[str, Any], kernel: str, readout: "Readout") -> str | None:
-    """What no default may lack, where its code was read."""
-    width = readout.load_bytes
-    if width == 0:
-        return "the default loads nothing"
-    if kernel not in ("prefill", "decode") or fields["dtype"] == "float32":
-        return None
-    if readout.matrix_instructions == 0:
-        return "the default has no matrix instructions"
-    if width is not None and width < 16 and fields["head_size"] % 64 == 0:
-        return f"the default loads {width} bytes at once at most, 16 are expected"
-    return None
+def _compare(
+    rows: Sequence[_Row], baseline: Baseline, toolchain: dict[str, Any]
+) -> None:
+    """Give rows a failure that have grown; say what cannot be compared."""
+    unknown = 0
+    said: set[str] = set()
+    for row in rows:
+        if row.readout is None or not row.candidate.is_default:
+            continue
+        target = row.candidate.target
+        if why := baseline.other_tools(toolchain, target):
+            said.add(f"not compared with the baseline: {why}")
+        elif not baseline.knows(target, row.name):
+            unknown += 1
+        elif row.failure is None:
+            row.failure = baseline.growth(target, row.name, row.readout)
+    if unknown:
+        said.add(f"{unknown} binaries are not in the baseline")
+    for line in sorted(said):
+        print(line, file=sys.stderr)
+
+
+def _write_baseline(
+    path: Path, rows: Sequence[_Row], toolchain: dict[str, Any]
+) -> None:
+    baseline = Baseline(toolchain["triton"])
+    if path.exists():
+        kept = Baseline.read(path)
+        if kept.triton == baseline.triton:
+            baseline = kept
+    for target, version in toolchain["ptxas"].items():
+        if baseline.ptxas.get(target, version) != version:
+            baseline.held.pop(target, None)
+        baseline.ptxas[target] = version
+    for row in rows:
+        if row.readout and row.candidate.is_default:
+            held = baseline.held.setdefault(row.candidate.target, {})
+            held[row.name] = held_of(row.readout)
+    baseline.write(path)
 
 
 def _progress(text: str | None) -> None:
@@ -289,31 +308,38 @@ def _progress(text: str | None) -> None:
         print(f"\r\033[K{text or ''}", end="", file=sys.stderr, flush=True)
 
 
-def _print(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+def _print(args: argparse.Namespace, result: dict[str, Any]) -> None:
     if args.json:
-        print(json.dumps(rows, indent=1))
+        print(json.dumps(result, indent=1))
         return
-    table = [tuple(title for title, _ in _COLUMNS), *map(_cells, rows)]
+    rows = result["configs"]
+    table = [tuple(title for title, _ in _COLUMNS), *map(_line, rows)]
     widths = [max(len(line[i]) for line in table) for i in range(len(_COLUMNS))]
     for line in table:
         cells = [c.ljust(w) for c, w in zip(line, widths, strict=False)]
         print("  ".join([*cells, *line[len(widths) :]]).rstrip())
     failed = sum(row["failure"] is not None for row in rows)
-    print(f"{len(rows)} configs, {failed} failed")
+    print(f"{len(rows)} binaries, {failed} failed, {result['seconds']:.0f} s")
+
+
+def _line(row: dict[str, Any]) -> tuple[str, ...]:
+    remark = f"FAILED: {row['failure']}" if row["failure"] else row["expected"]
+    return (*_cells(row), remark) if remark else _cells(row)
 
 
 def _page(rows: list[dict[str, Any]]) -> str:
-    titles = [*(title for title, _ in _COLUMNS[1:]), "failure"]
-    tables: dict[str, list[Sequence[str]]] = {}
+    titles = [*(title for title, _ in _COLUMNS[1:]), "remark"]
+    tables: dict[str, list[tuple[bool, Sequence[str]]]] = {}
     for row in rows:
-        cells = _cells(row | {"failure": None})[1:]
-        tables.setdefault(row["target"], []).append([*cells, row["failure"] or ""])
+        remark = row["failure"] or row["expected"] or ""
+        line = bool(row["failure"]), [*_cells(row)[1:], remark]
+        tables.setdefault(row["target"], []).append(line)
     return page(titles, tables, _NOTE)
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     readout = row["readout"] or {}
-    shape = {n: v for n, v in row["key"].items() if _LLAMA.get(n) != v}
+    shape = {n: v for n, v in row["key"].items() if LLAMA.get(n) != v}
     config = "default" if row["is_default"] else _text(row["config"])
     values = {
         "target": row["target"],
@@ -324,12 +350,17 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     }
     if readout:
         values["seconds"] = f"{readout['seconds']:.1f}"
-    cells = [_cell(values.get(name)) for _, name in _COLUMNS]
-    return (*cells, f"FAILED: {row['failure']}") if row["failure"] else tuple(cells)
+    return tuple(_cell(values.get(name)) for _, name in _COLUMNS)
 
 
 def _cell(value: object) -> str:
     return "-" if value is None else str(value)
+
+
+def _shape(candidate: Candidate) -> dict[str, Any]:
+    """Fields in which a key is not Llama's."""
+    fields = candidate.key.to_dict()
+    return {name: value for name, value in fields.items() if LLAMA.get(name) != value}
 
 
 def _text(values: dict[str, Any]) -> str:

@@ -12,28 +12,28 @@ th { background: #eee; }
 td.text, th.text { text-align: left; }
 tr.failed td { background: #fdd; }
 """
-_TEXTS = ("kernel", "shape", "config", "failure")
+_TEXTS = ("kernel", "shape", "config", "remark")
 
 
 def page(
-    titles: Sequence[str], tables: dict[str, list[Sequence[str]]], note: str
+    titles: Sequence[str],
+    tables: dict[str, list[tuple[bool, Sequence[str]]]],
+    note: str,
 ) -> str:
     """HTML with a table for each target.
 
     Args:
-        titles: of the columns; one is "failure".
-        tables: by target, rows of cells.
+        titles: of the columns.
+        tables: by target, rows: whether it failed, and its cells.
         note: what columns mean.
     """
-    failure = titles.index("failure")
     parts = []
     for target, rows in tables.items():
-        failed = sum(bool(row[failure]) for row in rows)
-        count = f"{len(rows)} configs, {failed} failed"
+        count = f"{len(rows)} binaries, {sum(f for f, _ in rows)} failed"
         parts.append(f"<h2>{escape(target)}</h2>\n<p>{count}</p>\n<table>")
         parts.append(_row("th", titles, titles, ""))
-        for row in rows:
-            parts.append(_row("td", titles, row, "failed" if row[failure] else ""))
+        for has_failed, row in rows:
+            parts.append(_row("td", titles, row, "failed" if has_failed else ""))
         parts.append("</table>")
     body = "\n".join(parts)
     return (
