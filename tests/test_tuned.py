@@ -191,7 +191,7 @@ def test_the_back_end_plans_with_recorded_configs(tuned, caplog):
     keep(tuned.folder, record(decode_key(MODEL, LIMITS, num_seqs=4), DECODE))
     caplog.set_level(logging.INFO, "vllm.portable_backend")
     builder = make_builder(pb, [make_impl(pb)], torch.device("cpu"))
-    (line,) = [x for x in caplog.messages if "choices" in x]
+    (line,) = [x for x in caplog.messages if x.startswith("tuning records")]
     assert line == (
         "tuning records: decode exact 1, nearest 3; kv_cache default 3; "
         "prefill default 2; choices " + tuned.module.choices()
