@@ -28,7 +28,7 @@ from portable_backend.warmup.portfolio_files import (
 )
 from portable_backend.warmup.records import SCHEMA, TuningKey, TuningRecord
 from portable_backend.warmup.store import USER_CACHE, RecordStore
-from portable_backend.warmup.tables import merge_records
+from portable_backend.warmup.tables import NewerSchemaError, merge_records
 from portable_backend.warmup.upkeep import Measurer, Verdict, prune, verify
 
 # Measures a record; None: a process of its own does, on the GPU at hand.
@@ -225,7 +225,13 @@ def run_export(args: argparse.Namespace) -> int:
 
 
 def run_import(args: argparse.Namespace) -> int:
-    archive = read_archive(args.file)
+    try:
+        archive = read_archive(args.file)
+    except NewerSchemaError:  # which says what to do
+        raise
+    except RecordError as error:
+        remedy = "nothing was imported; copy or export it again"
+        raise RecordError(f"{error}; {remedy}") from None
     layer = _user_cache(args, may_be_made=True)
     archive.merge_into(layer, _digests())
     _print_merged(args, layer, len(archive.records), len(archive.portfolios))
@@ -307,8 +313,11 @@ def run_prune(args: argparse.Namespace) -> int:
             "prune must be told what to remove, got nothing; give --stale, --refuted, "
             "--min-schema or several"
         )
-    if args.min_schema is not None and args.min_schema > SCHEMA:
-        raise UsageError(f"--min-schema must be at most {SCHEMA}")
+    if args.min_schema is not None and not 1 <= args.min_schema <= SCHEMA:
+        raise UsageError(
+            f"--min-schema must be 1 to {SCHEMA}, the schema that this version writes, "
+            f"got {args.min_schema}; tables of a schema below it are removed"
+        )
     removed, tables = prune(
         _user_cache(args),
         digests=current_digests() if args.stale else None,
@@ -336,7 +345,25 @@ def _show_progress(verdict: Verdict) -> None:
 
 def _store(args: argparse.Namespace) -> RecordStore:
     settings = _settings()
-    return RecordStore.open(_cache_dir(args, settings), settings.cache_layers)
+    store = RecordStore.open(_cache_dir(args, settings), settings.cache_layers)
+    _check_kernel(args, store.layers)
+    return store
+
+
+def _check_kernel(args: argparse.Namespace, layers: Iterable[Layer]) -> None:
+    """Refuse a kernel that is none of ours and of which nobody has records."""
+    given = getattr(args, "kernel", None)
+    known = {kernel for layer in layers for kernel in layer.kernels()}
+    if given is None or given in known:
+        return
+    try:
+        from portable_backend.warmup.kernel_specs import KERNEL_SPECS
+    except ImportError:
+        return
+    known |= KERNEL_SPECS.keys()
+    if given not in known:
+        names = ", ".join(sorted(known))
+        raise UsageError(f"kernel must be one of {names}, got {given}; correct it")
 
 
 def _settings() -> Settings:
@@ -350,7 +377,9 @@ def _user_cache(
     args: argparse.Namespace, *, may_be_made: bool = False
 ) -> WritableLayer:
     folder = _cache_dir(args, _settings(), may_be_made=may_be_made)
-    return WritableLayer(USER_CACHE, folder)
+    layer = WritableLayer(USER_CACHE, folder)
+    _check_kernel(args, [layer])
+    return layer
 
 
 def _cache_dir(
