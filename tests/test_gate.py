@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from portable_backend.device import interpreting
 from portable_backend.kernels.config import KernelConfig
 from portable_backend.kernels.reference import paged_attention_reference
 from portable_backend.warmup import attention_workload, gate, row_workloads
@@ -15,6 +16,10 @@ from portable_backend.warmup.records import TuningKey
 from portable_backend.warmup.workloads import make_workload
 
 CPU = torch.device("cpu")
+# tests/test_workloads_gpu.py has those of a GPU.
+interpreted = pytest.mark.skipif(
+    not interpreting(), reason="runs kernels on the CPU: needs TRITON_INTERPRET=1"
+)
 HEADS = {
     "dtype": "float32",
     "head_size": 32,
@@ -55,6 +60,7 @@ KEYS = (
 )
 
 
+@interpreted
 @pytest.mark.parametrize("key", KEYS, ids=str)
 def test_the_default_passes_and_its_timing_output_is_right(key):
     workload = make_workload(key, CPU)
@@ -140,6 +146,7 @@ def test_inputs_and_their_products_stay_in_range(dtype):
         assert keys.dtype == dtype
 
 
+@interpreted
 def test_other_seeds_draw_other_inputs_and_the_same_seed_the_same(monkeypatch):
     drawn = []
     judge = gate.judge
@@ -228,6 +235,7 @@ TWISTS = [
 ]
 
 
+@interpreted
 @pytest.mark.parametrize(("name", "key"), [("right", DECODE), *TWISTS])
 def test_attention_gone_wrong_is_caught(name, key, monkeypatch):
     def planted(query, keys, values, step, options, *, out, key, value):
@@ -245,6 +253,7 @@ def test_attention_gone_wrong_is_caught(name, key, monkeypatch):
         assert all(wrong)
 
 
+@interpreted
 @pytest.mark.parametrize(
     "bug", ["nothing", "skipped", "padding", "swapped", "rounded", "kept"]
 )
@@ -296,6 +305,7 @@ def test_a_key_that_leads_elsewhere_is_refused(key, expected):
         make_workload(key, CPU)
 
 
+@interpreted
 def test_a_config_that_cannot_run_raises():
     workload = make_workload(PREFILL, CPU)
     with pytest.raises(ValueError, match="PACK"):
