@@ -10,7 +10,10 @@ import torch
 
 from portable_backend.device import interpreting
 from portable_backend.kernels.config import KernelConfig
-from portable_backend.kernels.reference import paged_attention_reference
+from portable_backend.kernels.reference import (
+    paged_attention_reference,
+    rms_norm_reference,
+)
 from portable_backend.warmup import attention_workload, gate, row_workloads
 from portable_backend.warmup.records import TuningKey
 from portable_backend.warmup.workloads import make_workload
@@ -279,6 +282,29 @@ def test_a_cache_write_gone_wrong_is_caught(bug, monkeypatch):
     workload = make_workload(CACHE, CPU)
     monkeypatch.setattr(row_workloads, "write_kv_cache", planted)
     assert workload.check(workload.default, 0).wrong is not None
+
+
+NORM_OF_HEADS = TuningKey.of(
+    "rms_norm", dtype="bfloat16", row_size=64, fused_add=0, num_rows=16
+)
+
+
+@interpreted
+@pytest.mark.parametrize("bug", ["none", "packed heads", "no fp32 weight"])
+def test_a_norm_gone_wrong_for_heads_or_for_fp32_weights_is_caught(bug, monkeypatch):
+    def planted(x, weight, eps, *, out, config):
+        if bug == "no fp32 weight" and weight.dtype != x.dtype:
+            weight = None
+        if bug == "packed heads" and x.dim() == 3:  # as if a token had no other heads
+            x = x.as_strided(x.shape, (x[0].numel(), x.shape[-1], 1))
+        out.copy_(rms_norm_reference(x, weight, eps)[0])
+
+    workload = make_workload(NORM_OF_HEADS, CPU)
+    assert workload.check(workload.default, 0).wrong is None
+    monkeypatch.setattr(row_workloads, "rms_norm", planted)
+    assert (workload.check(workload.default, 0).wrong is None) == (bug == "none")
+    # Trials leave this out: it takes binaries that nothing else would.
+    assert workload.check(workload.default, 0, reuse=True).wrong is None
 
 
 @pytest.mark.parametrize(
