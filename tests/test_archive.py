@@ -253,7 +253,22 @@ def test_a_checksum_that_does_not_fit_is_named(path):
     with zipfile.ZipFile(path, "w") as archive:
         for name, data in files.items():
             archive.writestr(name, data)
-    with pytest.raises(RecordError, match=f"{MEMBER}: sha256 must be"):
+    with pytest.raises(RecordError, match=f"{MEMBER}: bytes must be"):
+        read_archive(path)
+
+
+@pytest.mark.parametrize("field", ["bytes", "sha256"])
+@pytest.mark.parametrize("told", [1, None, "\ud800"])
+def test_what_the_manifest_says_of_a_file_must_fit(path, field, told):
+    with zipfile.ZipFile(path) as archive:
+        files = {name: archive.read(name) for name in archive.namelist()}
+    manifest = json.loads(files["manifest.json"])
+    manifest["files"][MEMBER][field] = told
+    files["manifest.json"] = json.dumps(manifest).encode()
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in files.items():
+            archive.writestr(name, data)
+    with pytest.raises(RecordError, match=f"{MEMBER}: {field} must be"):
         read_archive(path)
 
 

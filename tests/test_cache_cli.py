@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 
 import pytest
 from record_fakes import (
@@ -337,17 +338,44 @@ def test_prune_removes_stale_records(run, monkeypatch):
         ["unknown"],
         ["prune"],
         ["prune", "--min-schema", "2"],
+        ["prune", "--min-schema", "0"],
+        ["prune", "--min-schema", "-1"],
         ["explain", "decode"],
         ["explain", "decode", "seq_len", *PLACE],
         ["explain", "decode", "seq_len=x", *PLACE],
         ["explain", "decode", "seq_len=1", "--gpu", GPU],
         ["list", "--unknown"],
+        ["explain", "no_such", "seq_len=1", *PLACE],
+        ["show", "--kernel", "no_such"],
+        ["list", "--kernel", "no_such"],
+        ["export", "file", "--kernel", "no_such"],
+        ["verify", "--kernel", "no_such"],
     ],
     ids=str,
 )
 def test_wrong_usage_exits_2(run, arguments):
     code, out, err = run(*arguments)
     assert (code, out) == (2, "") and err
+
+
+def test_a_kernel_that_nobody_knows_is_refused_with_those_there_are(run, folder):
+    wanted = "kernel must be one of decode, kv_cache, prefill, rms_norm, got no_such"
+    assert wanted in run("show", "--kernel", "no_such")[2]
+    assert run("show", "--kernel", "prefill")[0] == 0
+    # One that is not ours has records.
+    WritableLayer("", folder).merge_in([make_record(TuningKey.of("matmul", n=64))])
+    code, rows, _ = run("show", "--kernel", "matmul", "--json")
+    assert (code, len(rows)) == (0, 1)
+
+
+def test_a_damaged_archive_is_refused_with_what_to_do(run, tmp_path):
+    file = tmp_path / "records.zip"
+    for data in (b"\xff\xfe", b"[", b"[]"):
+        with zipfile.ZipFile(file, "w") as archive:
+            archive.writestr("manifest.json", data)
+        code, out, err = run("import", file)
+        assert (code, out) == (1, "") and "copy or export it again" in err
+        assert f"{file}, manifest.json: " in err and "must be" in err
 
 
 def test_a_wrong_setting_exits_2_and_names_it(run, monkeypatch):

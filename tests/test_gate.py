@@ -8,13 +8,21 @@ from dataclasses import replace
 import pytest
 import torch
 
+from portable_backend.device import interpreting
 from portable_backend.kernels.config import KernelConfig
-from portable_backend.kernels.reference import paged_attention_reference
+from portable_backend.kernels.reference import (
+    paged_attention_reference,
+    rms_norm_reference,
+)
 from portable_backend.warmup import attention_workload, gate, row_workloads
 from portable_backend.warmup.records import TuningKey
 from portable_backend.warmup.workloads import make_workload
 
 CPU = torch.device("cpu")
+# tests/test_workloads_gpu.py has those of a GPU.
+interpreted = pytest.mark.skipif(
+    not interpreting(), reason="runs kernels on the CPU: needs TRITON_INTERPRET=1"
+)
 HEADS = {
     "dtype": "float32",
     "head_size": 32,
@@ -55,6 +63,7 @@ KEYS = (
 )
 
 
+@interpreted
 @pytest.mark.parametrize("key", KEYS, ids=str)
 def test_the_default_passes_and_its_timing_output_is_right(key):
     workload = make_workload(key, CPU)
@@ -140,6 +149,7 @@ def test_inputs_and_their_products_stay_in_range(dtype):
         assert keys.dtype == dtype
 
 
+@interpreted
 def test_other_seeds_draw_other_inputs_and_the_same_seed_the_same(monkeypatch):
     drawn = []
     judge = gate.judge
@@ -228,6 +238,7 @@ TWISTS = [
 ]
 
 
+@interpreted
 @pytest.mark.parametrize(("name", "key"), [("right", DECODE), *TWISTS])
 def test_attention_gone_wrong_is_caught(name, key, monkeypatch):
     def planted(query, keys, values, step, options, *, out, key, value):
@@ -245,6 +256,7 @@ def test_attention_gone_wrong_is_caught(name, key, monkeypatch):
         assert all(wrong)
 
 
+@interpreted
 @pytest.mark.parametrize(
     "bug", ["nothing", "skipped", "padding", "swapped", "rounded", "kept"]
 )
@@ -272,6 +284,29 @@ def test_a_cache_write_gone_wrong_is_caught(bug, monkeypatch):
     assert workload.check(workload.default, 0).wrong is not None
 
 
+NORM_OF_HEADS = TuningKey.of(
+    "rms_norm", dtype="bfloat16", row_size=64, fused_add=0, num_rows=16
+)
+
+
+@interpreted
+@pytest.mark.parametrize("bug", ["none", "packed heads", "no fp32 weight"])
+def test_a_norm_gone_wrong_for_heads_or_for_fp32_weights_is_caught(bug, monkeypatch):
+    def planted(x, weight, eps, *, out, config):
+        if bug == "no fp32 weight" and weight.dtype != x.dtype:
+            weight = None
+        if bug == "packed heads" and x.dim() == 3:  # as if a token had no other heads
+            x = x.as_strided(x.shape, (x[0].numel(), x.shape[-1], 1))
+        out.copy_(rms_norm_reference(x, weight, eps)[0])
+
+    workload = make_workload(NORM_OF_HEADS, CPU)
+    assert workload.check(workload.default, 0).wrong is None
+    monkeypatch.setattr(row_workloads, "rms_norm", planted)
+    assert (workload.check(workload.default, 0).wrong is None) == (bug == "none")
+    # Trials leave this out: it takes binaries that nothing else would.
+    assert workload.check(workload.default, 0, reuse=True).wrong is None
+
+
 @pytest.mark.parametrize(
     ("key", "expected"),
     [
@@ -296,6 +331,7 @@ def test_a_key_that_leads_elsewhere_is_refused(key, expected):
         make_workload(key, CPU)
 
 
+@interpreted
 def test_a_config_that_cannot_run_raises():
     workload = make_workload(PREFILL, CPU)
     with pytest.raises(ValueError, match="PACK"):

@@ -213,6 +213,23 @@ def test_what_does_not_fit_is_named(ranks, changes, message):
         shape(LLAMA | {"model_type": "unknown"} | changes, tensor_parallel_size=ranks)
 
 
+@pytest.mark.parametrize(
+    ("kinds", "given"),
+    [
+        (["full_attention"] * 31, "31 of them"),
+        (["full_attention"] * 33, "33 of them"),
+        ([], "0 of them"),
+        ("full_attention", "'full_attention'"),
+    ],
+)
+def test_a_config_lists_as_many_layers_as_it_says(tmp_path, kinds, given):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA | {"layer_types": kinds}))
+    message = "layer_types must be a list of the 32 layers that num_hidden_layers says"
+    with pytest.raises(ValueError, match=f"{message}, got {given}; correct"):
+        read_model(str(path))
+
+
 @pytest.mark.parametrize("ranks", [0, -1])
 def test_ranks_are_counted_from_one(ranks):
     with pytest.raises(ValueError, match="tensor_parallel_size must be 1 or more"):

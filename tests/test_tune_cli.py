@@ -235,12 +235,34 @@ def test_a_unit_that_fails_exits_1_and_says_why(run, monkeypatch):
         (["--gpus", "all", "--ray"], "not both"),
         (["--model", "x", "--shapes", "y"], "not both"),
         (["--arch", "sm90"], "--dry-run"),
+        (["--trials", "x"], "--trials: must be at least 1, got x"),
+        (["--speculative-tokens", "-1"], "must be 0 or more, got -1"),
+        (["--budget-s", "nan"], "--budget-s: must be seconds above 0, got nan"),
+        (["--gpus", "x"], "--gpus must be all, or numbers such as 0,1, got x"),
+        (["--gpus=-1"], "got -1; name each GPU once"),
+        (["--gpus", "0,0"], "got 0,0; name each GPU once"),
+        (["--gpus", ""], "--gpus must be all, or numbers"),
+        (["--gpus", "0,"], "--gpus must be all, or numbers"),
     ],
     ids=str,
 )
 def test_wrong_usage_exits_2(run, arguments, remedy):
     code, out, err = run(*arguments)
     assert (code, out) == (2, "") and remedy in err
+
+
+@pytest.mark.parametrize("size", [65537, 10**30])
+def test_a_row_that_no_kernel_takes_is_refused(run, tmp_path, size):
+    norm = {"dtype": "bfloat16", "row_size": size, "fused_add": 1, "num_rows": 16}
+    shapes, model = tmp_path / "shapes.json", tmp_path / "config.json"
+    shapes.write_text(json.dumps([{"kernel": "rms_norm", "key": norm}]))
+    heads = {"num_attention_heads": 8, "num_hidden_layers": 2, "head_dim": 64}
+    model.write_text(json.dumps({"hidden_size": size} | heads))
+    for given in (["--shapes", shapes], ["--model", model]):
+        code, out, err = run(*given, "--dry-run", "--arch", "sm90", replay=None)
+        assert (code, out) == (2, "")
+        assert f"row_size must be at most 65536, got {size}" in err
+        assert err.startswith(f"portable-backend: {given[1]}")
 
 
 def test_a_run_needs_something_to_tune_and_a_place_for_what_was_replayed(run, tmp_path):

@@ -71,8 +71,9 @@ def test_prune_by_schema_removes_earlier_tables_and_no_others(layer):
     assert prune(layer, min_schema=1) == ([], [str(old)])
     assert _held(layer) == {make_record(make_key(7)), make_record(gpu="nvidia_h100")}
     assert broken.exists() and not old.exists()
-    with pytest.raises(ValueError, match="min_schema must be at most 1"):
-        prune(layer, min_schema=2)
+    for wrong in (2, 0, -1):
+        with pytest.raises(ValueError, match=f"min_schema must be 1 to 1, got {wrong}"):
+            prune(layer, min_schema=wrong)
 
 
 def test_verify_keeps_what_the_measurement_gives(layer):

@@ -157,13 +157,14 @@ def _check_manifest(manifest: object, files: Mapping[str, bytes], path: Path) ->
             f"{where}: files must name every member and no other, got {short(sums)}"
         )
     for name, data in files.items():
-        wanted = sums[name].get("sha256") if isinstance(sums[name], dict) else None
-        given = hashlib.sha256(data).hexdigest()
-        if wanted != given:
-            raise RecordError(
-                f"{path}, {name}: sha256 must be {short(wanted)} as in the manifest, "
-                f"got {given}"
-            )
+        told = sums[name] if isinstance(sums[name], dict) else {}
+        given = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        for field, value in given.items():
+            if told.get(field) != value:
+                raise RecordError(
+                    f"{path}, {name}: {field} must be {short(told.get(field))} as in "
+                    f"the manifest, got {value}"
+                )
 
 
 def _member(kernel: str, gpu: str, suffix: str) -> str:

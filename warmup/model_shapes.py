@@ -126,8 +126,23 @@ def read_model(
             "tensor_parallel_size", "1 or more", tensor_parallel_size, "correct it"
         )
     config = load_config(path_or_id)
+    _check_layer_types(config, path_or_id)
     return shape_of_config(
         config, path_or_id, tensor_parallel_size=tensor_parallel_size, dtype=dtype
+    )
+
+
+def _check_layer_types(config: Mapping[str, Any], name: str) -> None:
+    """Of a file only: an engine may be told to serve fewer layers than it lists."""
+    text = _with_library_defaults(text_config(config))
+    kinds, count = text.get("layer_types"), text.get("num_hidden_layers")
+    if kinds is None or (isinstance(kinds, list) and len(kinds) == count):
+        return
+    raise bad_argument(
+        f"{name}: layer_types",
+        f"a list of the {count} layers that num_hidden_layers says",
+        f"{len(kinds)} of them" if isinstance(kinds, list) else repr(kinds),
+        "correct the config",
     )
 
 

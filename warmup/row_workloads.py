@@ -46,6 +46,9 @@ _GAP = 64
 _SPARE_ROWS = 3
 # Rows or tokens of a check.
 _LIMIT = 1024
+# Rows of at most so many elements may be heads in a projection, a few of each token.
+_LARGEST_HEAD = 256
+_HEADS = 3
 # The key does not name it: the write hardly depends on it.
 _BLOCK_SIZE = 64
 # Up to this many tokens are taken for a batch of decodes, one token per block.
@@ -97,14 +100,29 @@ class RMSNormWorkload:
         # Rows are drawn as fast as they are compared: nothing is kept.
         return worst_of(
             check
-            for i, distribution in enumerate(_ROW_DISTRIBUTIONS)
+            for i, (distribution, variant) in enumerate(self._cases(all_=not reuse))
             for check in self._check_case(
                 config,
                 distribution,
                 _length_of_two(self.key, self.num_rows, seed, i),
                 random.Random(f"{self.key} {seed} {i}").getrandbits(32),
+                variant,
             )
         )
+
+    def _cases(self, *, all_: bool) -> Iterator[tuple[Distribution, str]]:
+        """What rows are like, and what else is special: "", "heads" or "fp32 weight".
+
+        Args:
+            all_: whether cases are among them that need binaries of their own. Trials
+                do without: compiling takes longer than all else, and what serves is
+                checked once more.
+        """
+        yield from ((distribution, "") for distribution in _ROW_DISTRIBUTIONS)
+        if all_ and self.dtype != torch.float32:
+            yield DISTRIBUTIONS[0], "fp32 weight"
+        if all_ and not self.fused and self.row_size <= _LARGEST_HEAD:
+            yield from ((distribution, "heads") for distribution in DISTRIBUTIONS[:2])
 
     def contestant(self, config: KernelConfig) -> Contestant:
         calls: list[Call] = [self._call(config, *buffers) for buffers in self.sets]
@@ -138,8 +156,10 @@ class RMSNormWorkload:
         x: torch.Tensor,
         residual: torch.Tensor,
         out: torch.Tensor,
+        weight: torch.Tensor | None = None,
     ) -> Call:
-        call = partial(rms_norm, x, self.weight, EPS, config=config)
+        weight = self.weight if weight is None else weight
+        call = partial(rms_norm, x, weight, EPS, config=config)
         if self.fused:
             return partial(call, residual=residual, out=x, residual_out=residual)
         return partial(call, out=out)
@@ -151,15 +171,27 @@ class RMSNormWorkload:
         return empty.normal_(generator=generator)
 
     def _check_case(
-        self, config: KernelConfig, distribution: Distribution, num_rows: int, seed: int
+        self,
+        config: KernelConfig,
+        distribution: Distribution,
+        num_rows: int,
+        seed: int,
+        variant: str,
     ) -> Iterator[Check]:
         label = f"{distribution.name} inputs, {num_rows} rows"
+        label += f", {variant}" if variant else ""
+        weight = self.weight.float() if variant == "fp32 weight" else self.weight
         generator = torch.Generator(self.device).manual_seed(seed)
 
         def rows(fill: float) -> tuple[torch.Tensor, torch.Tensor]:
             """A buffer of `fill`, and rows in it with gaps between and rows after."""
-            sizes = (num_rows + _SPARE_ROWS, self.row_size + _GAP)
+            sizes: tuple[int, ...] = (num_rows + _SPARE_ROWS, self.row_size + _GAP)
+            if variant == "heads":
+                tokens = -(-num_rows // _HEADS)
+                sizes = (tokens + _SPARE_ROWS, _HEADS + 2, self.row_size)
             buffer = torch.full(sizes, fill, dtype=self.dtype, device=self.device)
+            if variant == "heads":
+                return buffer, buffer[:tokens, 1 : 1 + _HEADS]
             return buffer, buffer[:num_rows, : self.row_size]
 
         x_buffer, x = rows(NAN)
@@ -169,9 +201,9 @@ class RMSNormWorkload:
         residual.copy_(distribution.value(self._normal(x.shape, generator)))
         out.fill_(NAN)
         given = x.clone(), residual.clone() if self.fused else None
-        normed, total = rms_norm_reference(given[0], self.weight, EPS, given[1])
-        same_normed, same_total = _plain(given[0], self.weight, given[1])
-        self._call(config, x, residual, out)()
+        normed, total = rms_norm_reference(given[0], weight, EPS, given[1])
+        same_normed, same_total = _plain(given[0], weight, given[1])
+        self._call(config, x, residual, out, weight)()
 
         written = [(x if self.fused else out, x_buffer if self.fused else out_buffer)]
         yield judge(written[0][0], normed, same_normed, label)
@@ -194,7 +226,7 @@ def _plain(
     total = x if residual is None else x + residual
     wide = total.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)
-    return normed.to(x.dtype) * weight, total
+    return (normed.to(x.dtype) * weight).to(x.dtype), total
 
 
 class KVCacheWorkload:

@@ -104,7 +104,9 @@ def parse_json(data: bytes, where: str) -> Any:
     try:
         return json.loads(data.decode(), parse_constant=refuse)
     except (ValueError, RecursionError) as error:
-        raise RecordError(f"{where}: not JSON: {error}") from None
+        raise RecordError(
+            f"{where}: not JSON: {error}; it must be, in UTF-8, got {short(data[:20])}"
+        ) from None
 
 
 def check_schema(header: Mapping[str, Any], where: str) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from portable_backend.errors import bad_argument
+from portable_backend.kernels.rms_norm_space import MAX_ROW_SIZE
 from portable_backend.warmup.buckets import (
     EngineLimits,
     Step,
@@ -224,6 +225,8 @@ _POSITIVE = frozenset(
     }
 )
 _FLAGS = frozenset({"no_context", "fused_add"})
+_LARGEST = {"row_size": MAX_ROW_SIZE}
+_INT32_MAX = (1 << 31) - 1  # what kernels count with
 
 
 def _entry(entry: Any, where: str) -> tuple[TuningKey, float]:
@@ -284,9 +287,11 @@ def _expected(name: str, value: FieldValue) -> str | None:
         return None
     if not isinstance(value, int):
         return "a whole number"
-    if name == "block_size":
-        return None if value >= 16 and value % 16 == 0 else "a multiple of 16"
+    if name == "block_size" and (value < 16 or value % 16):
+        return "a multiple of 16"
     if name in _FLAGS:
         return None if value in (0, 1) else "0 or 1"
-    lowest = 1 if name in _POSITIVE else 0
-    return None if value >= lowest else f"{lowest} or more"
+    lowest, most = 1 if name in _POSITIVE else 0, _LARGEST.get(name, _INT32_MAX)
+    if value < lowest:
+        return f"{lowest} or more"
+    return None if value <= most else f"at most {most}"

@@ -63,12 +63,12 @@ def prune(
         The records that go, and the paths of the tables and portfolios that go.
 
     Raises:
-        ValueError: `min_schema` is above what this version writes.
+        ValueError: `min_schema` is none that this version or an earlier one writes.
         OSError: a file cannot be written.
     """
-    if min_schema is not None and min_schema > SCHEMA:
+    if min_schema is not None and not 1 <= min_schema <= SCHEMA:
         raise bad_argument(
-            "min_schema", f"at most {SCHEMA}", min_schema, "nothing would be left"
+            "min_schema", f"1 to {SCHEMA}", min_schema, "name the earliest to keep"
         )
     removed: list[TuningRecord] = []
     tables: list[str] = []

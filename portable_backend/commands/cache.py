@@ -3,6 +3,7 @@
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from portable_backend.commands import DONE, FAILED, UsageError
+from portable_backend.commands.cache_list import list_line, list_rows
 from portable_backend.device import ARCH_LIMITS, DeviceInfo
 from portable_backend.errors import RecordError
 from portable_backend.kernels.config import KernelConfig
@@ -21,14 +23,10 @@ from portable_backend.warmup.layers import Layer, WritableLayer, why_no_folder
 from portable_backend.warmup.lookup import Lookup, SpaceCheck
 from portable_backend.warmup.matching import Environment, current_toolchain
 from portable_backend.warmup.portfolio import Portfolio
-from portable_backend.warmup.portfolio_files import (
-    PortfolioFile,
-    merge_all,
-    read_portfolios,
-)
+from portable_backend.warmup.portfolio_files import merge_all, read_portfolios
 from portable_backend.warmup.records import SCHEMA, TuningKey, TuningRecord
 from portable_backend.warmup.store import USER_CACHE, RecordStore
-from portable_backend.warmup.tables import merge_records
+from portable_backend.warmup.tables import NewerSchemaError, merge_records
 from portable_backend.warmup.upkeep import Measurer, Verdict, prune, verify
 
 # Measures a record; None: a process of its own does, on the GPU at hand.
@@ -87,88 +85,10 @@ def _add_filters(parser: argparse.ArgumentParser) -> None:
 
 
 def run_list(args: argparse.Namespace) -> int:
-    rows: list[dict[str, Any]] = []
-    for layer in _store(args).layers:
-        for kernel, gpu, told in _listed(layer, args):
-            held = layer.load_file(kernel, gpu)
-            problem = told.problem if told is not None else None
-            merged = merge_records(held.records)
-            rows.append(
-                {
-                    "layer": layer.name,
-                    "kernel": kernel,
-                    "gpu": gpu,
-                    "records": len(merged.served),
-                    "verified": sum(record.verified for record in merged.served),
-                    "unmeasured": sum(r.unmeasured is not None for r in merged.served),
-                    "history": len(merged.history),
-                    "refuted": len(merged.refuted),
-                    "digests": sorted({r.kernel_digest for r in merged.served}),
-                    "portfolio": _portfolio_row(told),
-                    "problems": [*held.problems, *([problem] if problem else [])],
-                    "path": str(layer.path(kernel, gpu)),
-                }
-            )
-        named = {problem for row in rows for problem in row["problems"]}
-        for path, problem in layer.unreadable.items():
-            if problem not in named:  # a folder, of which nobody knows what it holds
-                rows.append(_unread_row(layer, path, problem))
-    lines = [_list_line(row) for row in rows]
+    rows = list_rows(_store(args).layers, functools.partial(_wanted, args))
+    lines = [list_line(row) for row in rows]
     _print(args, rows, lines or ["no records in any layer"])
     return FAILED if any(row["problems"] for row in rows) else DONE
-
-
-def _unread_row(layer: Layer, path: Path, problem: str) -> dict[str, Any]:
-    counts = ("records", "verified", "unmeasured", "history", "refuted")
-    row: dict[str, Any] = {"layer": layer.name, "kernel": None, "gpu": None}
-    row |= dict.fromkeys(counts, 0)
-    row |= {"digests": [], "portfolio": None}
-    return row | {"problems": [problem], "path": str(path)}
-
-
-def _portfolio_row(file: PortfolioFile | None) -> dict[str, Any] | None:
-    if file is None or file.portfolio is None:
-        return None
-    held = file.portfolio
-    return {
-        "configs": [config.to_dict() for config in held.configs],
-        "buckets": len(held.assignment),
-        "loss": held.loss,
-        "worst_key": held.worst_key.to_dict() if held.worst_key else None,
-        "worst_loss": held.worst_loss,
-        "digest": held.kernel_digest,
-        "measured": held.measured,
-        "path": str(file.path),
-        "text": str(held),
-    }
-
-
-def _listed(
-    layer: Layer, args: argparse.Namespace
-) -> Iterable[tuple[str, str, PortfolioFile | None]]:
-    """(kernel, GPU, portfolio) of which a layer has records, a portfolio or both."""
-    for kernel in layer.kernels():
-        files = {file.gpu: file for file in read_portfolios(layer, kernel)}
-        for gpu in sorted({*layer.gpus(kernel), *files}):
-            if _wanted(args, kernel, gpu):
-                yield kernel, gpu, files.get(gpu)
-
-
-def _list_line(row: dict[str, Any]) -> str:
-    wrong = "".join(f"\n  not used: {problem}" for problem in row["problems"])
-    if row["kernel"] is None:
-        return f"{row['layer']}  {row['path']}{wrong}"
-    if row["portfolio"] is not None:
-        wrong = f"\n  {row['portfolio']['text']}{wrong}"
-    return (
-        f"{row['layer']}  {row['kernel']}  {row['gpu']}: {row['records']} records, "
-        f"{row['verified']} verified, {_count(row, 'unmeasured')}"
-        f"{_count(row, 'refuted')}{row['history']} in history  ({row['path']}){wrong}"
-    )
-
-
-def _count(row: dict[str, Any], name: str) -> str:
-    return f"{row[name]} {name}, " if row[name] else ""
 
 
 def run_show(args: argparse.Namespace) -> int:
@@ -225,7 +145,13 @@ def run_export(args: argparse.Namespace) -> int:
 
 
 def run_import(args: argparse.Namespace) -> int:
-    archive = read_archive(args.file)
+    try:
+        archive = read_archive(args.file)
+    except NewerSchemaError:  # which says what to do
+        raise
+    except RecordError as error:
+        remedy = "nothing was imported; copy or export it again"
+        raise RecordError(f"{error}; {remedy}") from None
     layer = _user_cache(args, may_be_made=True)
     archive.merge_into(layer, _digests())
     _print_merged(args, layer, len(archive.records), len(archive.portfolios))
@@ -307,8 +233,11 @@ def run_prune(args: argparse.Namespace) -> int:
             "prune must be told what to remove, got nothing; give --stale, --refuted, "
             "--min-schema or several"
         )
-    if args.min_schema is not None and args.min_schema > SCHEMA:
-        raise UsageError(f"--min-schema must be at most {SCHEMA}")
+    if args.min_schema is not None and not 1 <= args.min_schema <= SCHEMA:
+        raise UsageError(
+            f"--min-schema must be 1 to {SCHEMA}, the schema that this version writes, "
+            f"got {args.min_schema}; tables of a schema below it are removed"
+        )
     removed, tables = prune(
         _user_cache(args),
         digests=current_digests() if args.stale else None,
@@ -336,7 +265,25 @@ def _show_progress(verdict: Verdict) -> None:
 
 def _store(args: argparse.Namespace) -> RecordStore:
     settings = _settings()
-    return RecordStore.open(_cache_dir(args, settings), settings.cache_layers)
+    store = RecordStore.open(_cache_dir(args, settings), settings.cache_layers)
+    _check_kernel(args, store.layers)
+    return store
+
+
+def _check_kernel(args: argparse.Namespace, layers: Iterable[Layer]) -> None:
+    """Refuse a kernel that is none of ours and of which nobody has records."""
+    given = getattr(args, "kernel", None)
+    known = {kernel for layer in layers for kernel in layer.kernels()}
+    if given is None or given in known:
+        return
+    try:
+        from portable_backend.warmup.kernel_specs import KERNEL_SPECS
+    except ImportError:
+        return
+    known |= KERNEL_SPECS.keys()
+    if given not in known:
+        names = ", ".join(sorted(known))
+        raise UsageError(f"kernel must be one of {names}, got {given}; correct it")
 
 
 def _settings() -> Settings:
@@ -350,7 +297,9 @@ def _user_cache(
     args: argparse.Namespace, *, may_be_made: bool = False
 ) -> WritableLayer:
     folder = _cache_dir(args, _settings(), may_be_made=may_be_made)
-    return WritableLayer(USER_CACHE, folder)
+    layer = WritableLayer(USER_CACHE, folder)
+    _check_kernel(args, [layer])
+    return layer
 
 
 def _cache_dir(

@@ -190,6 +190,8 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError("say what to tune: --model, --shapes or --replay")
     if args.gpus is not None and args.ray is not None:
         raise UsageError("give --gpus or --ray, not both")
+    if args.gpus is not None:
+        _gpu_numbers(args.gpus)
     if args.replay is not None and args.cache_dir is None and not args.dry_run:
         raise UsageError(
             "--replay needs --cache-dir: what comes of it is no measurement of this GPU"
@@ -233,14 +235,13 @@ def _options(args: argparse.Namespace) -> "TuneOptions":
 
 def _tasks(args: argparse.Namespace) -> "list[Task]":
     from portable_backend.warmup.tuning_tools import tasks_of, tasks_of_sweeps
+    from portable_backend.warmup.units import check_fields, read_shapes
 
     tasks: list[Task] | None = None
     try:
         if args.model is not None:
             tasks = tasks_of(_units_of_model(args))
         elif args.shapes is not None:
-            from portable_backend.warmup.units import read_shapes
-
             tasks = tasks_of(read_shapes(args.shapes))
         if args.replay is not None:
             recorded = tasks_of_sweeps(args.replay)
@@ -248,6 +249,8 @@ def _tasks(args: argparse.Namespace) -> "list[Task]":
                 return recorded
             keys = {task.key for task in recorded}
             tasks = [task for task in tasks if task.key in keys]
+        for task in () if args.replay is not None or tasks is None else tasks:
+            check_fields(task.key, args.model or str(args.shapes))
     except (ValueError, OSError) as error:
         raise UsageError(str(error)) from None
     if not tasks:
@@ -271,19 +274,35 @@ def _gpus(args: argparse.Namespace) -> list[str]:
     """The chosen GPUs as CUDA_VISIBLE_DEVICES has them."""
     from portable_backend.warmup.spread import visible_gpus
 
-    numbers = [part.strip() for part in args.gpus.split(",")]
+    chosen = _gpu_numbers(args.gpus)
     if args.replay is not None:  # no GPU is asked, so there may be any number
-        return numbers if args.gpus != "all" else ["0", "1"]
+        return ["0", "1"] if chosen is None else [str(n) for n in chosen]
     import torch
 
     visible = visible_gpus(torch.cuda.device_count())
-    if args.gpus == "all" and visible:
+    if chosen is None and visible:
         return visible
-    chosen = [int(n) for n in numbers if n.isdecimal()]
-    if len(chosen) < len(numbers) or not set(chosen) < {*range(len(visible)), -1}:
-        known = ", ".join(map(str, range(len(visible)))) or "none"
-        raise UsageError(f"--gpus must be all or some of {known}, got {args.gpus}")
-    return [visible[n] for n in dict.fromkeys(chosen)]
+    if chosen is None or not set(chosen) <= {*range(len(visible))}:
+        known = ", ".join(map(str, range(len(visible)))) or "none: no GPU is seen"
+        raise UsageError(
+            f"--gpus must be all or some of {known}, got {args.gpus}; "
+            "`portable-backend doctor` says what is seen"
+        )
+    return [visible[n] for n in chosen]
+
+
+def _gpu_numbers(text: str) -> list[int] | None:
+    """The numbers of --gpus; None for all."""
+    if text == "all":
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    numbers = [int(part) for part in parts if part.isascii() and part.isdecimal()]
+    if len(set(numbers)) < len(parts):
+        raise UsageError(
+            f"--gpus must be all, or numbers such as 0,1, got {text}; "
+            "name each GPU once"
+        )
+    return numbers
 
 
 def _dry_run(
@@ -423,21 +442,25 @@ def _print(args: argparse.Namespace, result: object, lines: Iterable[str]) -> No
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
-    return number
+    return int(_number(text, int, lambda number: number >= 1, "at least 1"))
 
 
 def _count(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"must be 0 or more, got {number}")
-    return number
+    return int(_number(text, int, lambda number: number >= 0, "0 or more"))
 
 
 def _seconds(text: str) -> float:
-    number = float(text)
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be seconds above 0, got {text}")
-    return number
+    return _number(text, float, lambda s: 0 < s < float("inf"), "seconds above 0")
+
+
+def _number(
+    text: str,
+    kind: Callable[[str], float],
+    fits: Callable[[float], bool],
+    expected: str,
+) -> float:
+    with contextlib.suppress(ValueError):
+        number = kind(text)
+        if fits(number):
+            return number
+    raise argparse.ArgumentTypeError(f"must be {expected}, got {text}; give a number")
