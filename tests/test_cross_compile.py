@@ -31,8 +31,6 @@ TARGETS = (
     "gfx1100",
     "gfx1201",
 )
-# Which shapes of the script; "two" for the others.
-SHAPES = {"sm80": "few", "sm90": "few", "gfx90a": "few", "gfx942": "few"}
 NAMES = {"two": {"d128 page16", "d256"}}
 NAMES["few"] = NAMES["two"] | {"d128 page64", "d64 fp32"}
 
@@ -53,11 +51,14 @@ def python(*arguments, **kwargs):
 @pytest.mark.parametrize(
     ("target", "shapes", "others"),
     [
-        *((target, SHAPES.get(target, "two"), "") for target in TARGETS),
+        # Steps of several kinds at once; each kind alone on every target is
+        # test_compiled_defaults.py's.
+        ("sm90", "few", ""),
+        ("gfx90a", "two", ""),
         *(
             pytest.param(target, "few", "", marks=pytest.mark.long)
             for target in TARGETS
-            if target not in SHAPES
+            if target != "sm90"
         ),
         # A config of each kernel drawn from its space as well, for each vendor; or
         # some with every value.
