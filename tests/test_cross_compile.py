@@ -163,6 +163,9 @@ print(json.dumps([
     over(row | {"shared_bytes": 65792}),
     over(row | {"num_warps": 32}),
     over(row | {"arch": "sm100", "tmem_columns": 576}),
+    over(row | {"spills": 9, "spills_allowed": 8}),
+    over(row | {"spills": 9, "spills_allowed": 9}),
+    over(row | {"spills": 9, "spills_allowed": None}),
 ]))
 """
 
@@ -265,8 +268,9 @@ def test_summaries_of_covers_tell_failures_from_limits():
 def test_kernels_over_a_limit_are_found():
     done = python("-c", OVER_LIMIT, SCRIPT)
     assert done.returncode == 0, done.stderr
-    fits, shared, warps, tmem = json.loads(done.stdout)
-    assert fits is None
+    fits, shared, warps, tmem, spills, few, drawn = json.loads(done.stdout)
+    assert fits is few is drawn is None
+    assert spills == "the default spills 9 registers, 8 are expected"
     assert "65792" in shared
     assert "65536" in shared
     assert "32 warps of 64 lanes" in warps
