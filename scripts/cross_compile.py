@@ -10,8 +10,8 @@
 The public functions are called on tensors without storage while launches are recorded
 instead of run, so each kernel is compiled with the arguments it is launched with. One
 child process per target compiles, within a time limit: a compiler that aborts or hangs
-fails its kernel, not the run. Exit code 1: something did not compile, or would not fit
-its target.
+fails its kernel, not the run. Exit code 1: something did not compile, would not fit its
+target, or is a default that spills more than `portable-backend compile` expects of it.
 """
 
 import argparse
@@ -39,6 +39,7 @@ from compiling.tables import cover_table, table
 from serving.options import count
 
 from portable_backend import kernels
+from portable_backend.commands.compile_checks import expected_spills
 from portable_backend.device import ARCH_LIMITS, DeviceInfo
 from portable_backend.warmup import resources
 from portable_backend.warmup.compilation import (
@@ -125,6 +126,7 @@ def compile_job(arch: str, job: Job) -> dict[str, Any]:
         "arch": arch,
         "kernel": launch.kernel,
         "shape": job.shape,
+        "spills_allowed": spills_allowed(arch, job),
         "config": job.config,
         "options": {k: v for k, v in launch.kwargs.items() if k not in parameters},
         "shared_bytes": readout.shared_bytes,
@@ -137,8 +139,21 @@ def compile_job(arch: str, job: Job) -> dict[str, Any]:
     }
 
 
+def spills_allowed(arch: str, job: Job) -> int | None:
+    """Registers that a default may spill; None: any, it is a config of the space."""
+    if job.config is not None:
+        return None
+    shape = next(s for shapes in SHAPES.values() for s in shapes if s.name == job.shape)
+    if shape.features:
+        return None  # nobody has chosen a default for all of them at once
+    dtype = str(shape.dtype).removeprefix("torch.")
+    fields = {"head_size": shape.head_size, "dtype": dtype}
+    expected = expected_spills(arch, job.launch.kernel, fields)
+    return expected.most if expected else 0
+
+
 def over_limit(row: dict[str, Any]) -> str | None:
-    """Why the kernel could not be launched on its target, or None."""
+    """Why the kernel must not be launched on its target, or None."""
     readout = resources.Readout(
         shared_bytes=row["shared_bytes"],
         registers=row.get("registers"),
@@ -148,7 +163,11 @@ def over_limit(row: dict[str, Any]) -> str | None:
         num_warps=row["num_warps"],
         tensor_columns=row["tmem_columns"],
     )
-    return resources.over_limit(readout, DeviceInfo.for_arch(row["arch"]))
+    reason = resources.over_limit(readout, DeviceInfo.for_arch(row["arch"]))
+    spills, allowed = row.get("spills") or 0, row.get("spills_allowed")
+    if reason is None and allowed is not None and spills > allowed:
+        reason = f"the default spills {spills} registers, {allowed} are expected"
+    return reason
 
 
 def work(arch: str, asked: Asked, skip: int) -> None:

@@ -227,6 +227,21 @@ def test_the_keys_own_kernel_comes_first():
     assert set(names[2:]) == {"plan", "merge"}
 
 
+@pytest.mark.parametrize("arch", ["sm90", "gfx90a", "gfx942", "gfx1201"])
+def test_amd_has_a_binary_for_each_side_of_2_gib(arch, cache):
+    """Offsets of 32 bits into a cache must not reach beyond what they can address."""
+    device, found = DeviceInfo.for_arch(arch, 132), {}
+    for seq_len in ((1 << 18) - 64, 1 << 18):  # 4 KiB for each token of two requests
+        key = decode_key(2, 1, seq_len)
+        config = spec_of(key).default(key, device).replace(LOAD="pointer")
+        own, *_ = launches_of(key, config, device)
+        is_far = own.arguments["key_cache"].untyped_storage().nbytes() >= 1 << 31
+        found[is_far] = (identity_of(own, device), binary_of(key, config))
+    (near, near_pair), (far, far_pair) = found[False], found[True]
+    assert (near == far) == (arch == "sm90")
+    assert near_pair != far_pair
+
+
 def test_amd_registers_are_read_from_the_code(cache):
     device = DeviceInfo.for_arch("gfx90a", 110)
     key = norm_key()

@@ -31,8 +31,6 @@ TARGETS = (
     "gfx1100",
     "gfx1201",
 )
-# Which shapes of the script; "two" for the others.
-SHAPES = {"sm80": "few", "sm90": "few", "gfx90a": "few", "gfx942": "few"}
 NAMES = {"two": {"d128 page16", "d256"}}
 NAMES["few"] = NAMES["two"] | {"d128 page64", "d64 fp32"}
 
@@ -53,11 +51,14 @@ def python(*arguments, **kwargs):
 @pytest.mark.parametrize(
     ("target", "shapes", "others"),
     [
-        *((target, SHAPES.get(target, "two"), "") for target in TARGETS),
+        # Steps of several kinds at once; each kind alone on every target is
+        # test_compiled_defaults.py's.
+        ("sm90", "few", ""),
+        ("gfx90a", "two", ""),
         *(
             pytest.param(target, "few", "", marks=pytest.mark.long)
             for target in TARGETS
-            if target not in SHAPES
+            if target != "sm90"
         ),
         # A config of each kernel drawn from its space as well, for each vendor; or
         # some with every value.
@@ -162,6 +163,9 @@ print(json.dumps([
     over(row | {"shared_bytes": 65792}),
     over(row | {"num_warps": 32}),
     over(row | {"arch": "sm100", "tmem_columns": 576}),
+    over(row | {"spills": 9, "spills_allowed": 8}),
+    over(row | {"spills": 9, "spills_allowed": 9}),
+    over(row | {"spills": 9, "spills_allowed": None}),
 ]))
 """
 
@@ -264,8 +268,9 @@ def test_summaries_of_covers_tell_failures_from_limits():
 def test_kernels_over_a_limit_are_found():
     done = python("-c", OVER_LIMIT, SCRIPT)
     assert done.returncode == 0, done.stderr
-    fits, shared, warps, tmem = json.loads(done.stdout)
-    assert fits is None
+    fits, shared, warps, tmem, spills, few, drawn = json.loads(done.stdout)
+    assert fits is few is drawn is None
+    assert spills == "the default spills 9 registers, 8 are expected"
     assert "65792" in shared
     assert "65536" in shared
     assert "32 warps of 64 lanes" in warps
