@@ -130,8 +130,9 @@ class Planted(RMSNormWorkload):
         self.default = behaving("good")
         self.roof_us = 3.5
 
-    def _call(self, config, x, residual, out):
-        return partial(run, config["BEHAVIOUR"], x, self.weight, out)
+    def _call(self, config, x, residual, out, weight=None):
+        weight = self.weight if weight is None else weight
+        return partial(run, config["BEHAVIOUR"], x, weight, out)
 
 
 class PlantedDefault(Planted):
