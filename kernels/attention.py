@@ -468,8 +468,9 @@ def _bind(
         "BLOCK_SPLITS": config.merge["BLOCK_SPLITS"],
         "EARLY_START": bool(merge_options.get("launch_pdl")),
     }
-    if softcap_by == 1 and platform == "cuda" and (softcap or 0) <= _FAST_TANH_CAP:
-        softcap_by = 3  # prefill computes more than it reads
+    if softcap_by == 1 and platform == "cuda" and planner.dtype == torch.bfloat16:
+        if (softcap or 0) <= _FAST_TANH_CAP:
+            softcap_by = 3  # prefill computes more than it reads
     prefill = common | {
         "SOFTCAP": softcap_by,
         "BLOCK_M": config.prefill["BLOCK_M"],
