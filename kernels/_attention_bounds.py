@@ -2,7 +2,7 @@
 """What the spaces of attention's kernels share: the problem, parameters, bounds."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import triton
@@ -22,12 +22,15 @@ class AttentionShape:
         head_size: elements per head.
         element_size: bytes per element of query and cache.
         block_size: tokens per KV block.
+        longest_decode: query tokens that a request may have and still be a decode;
+            steps without drafts have such requests, too, a prompt's last tokens.
     """
 
     num_queries_per_kv: int
     head_size: int
     element_size: int
     block_size: int
+    longest_decode: int = field(default=8, kw_only=True)
 
     @property
     def padded(self) -> int:

@@ -16,6 +16,11 @@ from portable_backend.kernels._attention_bounds import (
 )
 from portable_backend.kernels.config import ConfigSpace, Constraint, Parameter
 
+# Where products of 64 rows read keys and values from shared memory while the next ones
+# arrive, so that all stages are held there; probabilities are not.
+_WIDE_PRODUCTS = ("sm90", "sm100")
+_BARRIER_BYTES = 1088
+
 
 def _keys_for_warps(c: Config, shape: AttentionShape, device: DeviceInfo) -> bool:
     return not on_gpu(device) or bool(c["BLOCK_N"] >= 4 * c["num_warps"])
@@ -26,13 +31,30 @@ def _few_fp32_keys(c: Config, shape: AttentionShape, device: DeviceInfo) -> bool
 
 
 def _decode_fits_shared(c: Config, shape: AttentionShape, device: DeviceInfo) -> bool:
-    block_n, num_stages = c["BLOCK_N"], c["num_stages"]
-    elements = decode.shared_elements(block_n, shape.padded, num_stages)
+    rows = decode.block_m_for(shape.longest_decode * shape.num_queries_per_kv)
+    size = shape.element_size * _shared_elements(c, shape, device, rows)
+    if rows > 32 and device.arch in _WIDE_PRODUCTS:
+        size += _BARRIER_BYTES
+    return size <= device.limits.shared_bytes_per_block
+
+
+def _shared_elements(
+    c: Config, shape: AttentionShape, device: DeviceInfo, rows: int
+) -> int:
+    """As compilers were seen to take them, of which 32 rows are told from more."""
+    block_n, num_stages = int(c["BLOCK_N"]), int(c["num_stages"])
+    padded = shape.padded
+    tiles = 2 * block_n * max(1, num_stages - 1)
     if device.platform == "hip":  # queries and tiles take turns there
-        tiles = 2 * block_n * max(1, num_stages - 1)
-        elements = shape.padded * max(32, tiles) + 32 * block_n
-    limit = device.limits.shared_bytes_per_block
-    return elements * shape.element_size <= limit
+        if rows <= 32:
+            return padded * max(32, tiles) + 32 * block_n
+        return max(padded * rows, padded * tiles + rows * block_n)
+    if rows <= 32:
+        return decode.shared_elements(block_n, padded, num_stages)
+    if device.arch in _WIDE_PRODUCTS and shape.element_size == 2:
+        return padded * (rows + 2 * num_stages * block_n)
+    probabilities = rows * block_n if num_stages > 1 else 0
+    return padded * (rows + tiles) + probabilities
 
 
 def _decode_fits_registers(
@@ -101,7 +123,9 @@ DECODE_SPACE: ConfigSpace[AttentionShape] = ConfigSpace(
         Constraint(
             "shared_memory",
             "queries, probabilities and all stages' keys and values but one's must fit "
-            "a block's shared memory",
+            "a block's shared memory, with as many rows of queries as the longest "
+            "decode has; all stages' where 64 rows go through Hopper's or Blackwell's "
+            "wide products",
             ("BLOCK_N", "num_stages"),
             _decode_fits_shared,
         ),

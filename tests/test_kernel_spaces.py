@@ -58,6 +58,39 @@ def test_llama_has_many_configs_on_hopper(space):
     assert space.count(LLAMA, DeviceInfo.for_arch("sm90", 132)) >= 450
 
 
+@pytest.mark.parametrize(
+    ("arch", "queries_per_kv", "head_size", "element_size", "values"),
+    [
+        ("sm90", 8, 128, 2, {"BLOCK_N": 128, "num_stages": 4, "num_warps": 4}),
+        ("sm100", 8, 128, 2, {"BLOCK_N": 128, "num_stages": 4, "num_warps": 4}),
+        ("sm90", 8, 256, 2, {"BLOCK_N": 64, "num_stages": 4, "num_warps": 4}),
+        ("sm100", 16, 256, 2, {"BLOCK_N": 64, "num_stages": 4, "num_warps": 4}),
+        ("sm120", 16, 256, 4, {"BLOCK_N": 16, "num_stages": 2, "num_warps": 2}),
+    ],
+)
+def test_a_decode_config_has_room_for_the_longest_decodes_rows(
+    arch, queries_per_kv, head_size, element_size, values
+):
+    """Each of these took more than a block has with 8 tokens a request."""
+    device = DeviceInfo.for_arch(arch)
+    config = KernelConfig.of(
+        **values,
+        CTAS_PER_UNIT=2,
+        LOAD="pointer",
+        MERGE="kernel",
+        MIN_CHUNK=1,
+        matrix_instr_nonkdim=16,
+        launch_pdl=None,
+    )
+    shape = AttentionShape(queries_per_kv, head_size, element_size, 64)
+    (why,) = DECODE_SPACE.why_not(config, shape, device)
+    assert "shared_memory" in str(why)
+    alone = replace(shape, num_queries_per_kv=1)
+    assert DECODE_SPACE.why_not(config, alone, device) == []
+    with_drafts = replace(alone, longest_decode=64)
+    assert DECODE_SPACE.why_not(config, with_drafts, device)
+
+
 @pytest.mark.parametrize("device", GPUS, ids=lambda device: device.arch)
 @pytest.mark.parametrize("head_size", [32, 64, 80, 96, 128, 256])
 def test_every_attention_default_is_in_its_space(head_size, device):

@@ -89,11 +89,13 @@ def spec_of(key: TuningKey) -> KernelSpec:
 
 def _attention_shape(key: TuningKey) -> AttentionShape:
     fields: dict[str, Any] = key.to_dict()
+    tokens = fields["query_len"] if key.kernel == "decode" else 1
     return AttentionShape(
         num_queries_per_kv=fields["num_queries_per_kv"],
         head_size=fields["head_size"],
         element_size=DTYPES[fields["dtype"]].itemsize,
         block_size=fields["block_size"],
+        longest_decode=max(AttentionShape.longest_decode, tokens),
     )
 
 

@@ -134,13 +134,17 @@ def drawn_calls(shape: Shape, count: int, device: DeviceInfo) -> Iterator[Call]:
         for config in space.sample(count, rng, shape.problem, device):
             chosen = replace(base, **{name: config})
             cached = config.get("LOAD") != "new"
-            yield Call(partial(attend, shape, 4, 2, cached, chosen), {name: config})
+            # The longest decode has the most rows, and so takes the most.
+            step = partial(
+                attend, shape, 4, 2, cached, chosen, shape.problem.longest_decode
+            )
+            yield Call(step, {name: config})
 
 
 def base_config(shape: Shape, device: DeviceInfo) -> AttentionConfig:
     """What those kernels run with whose config is not the one in question."""
     geometry: dict[str, Any] = vars(shape.problem) | {"dtype": shape.dtype}
-    del geometry["element_size"]
+    del geometry["element_size"], geometry["longest_decode"]
     return default_config(**geometry, device=device)
 
 
