@@ -468,9 +468,9 @@ def _bind(
         "BLOCK_SPLITS": config.merge["BLOCK_SPLITS"],
         "EARLY_START": bool(merge_options.get("launch_pdl")),
     }
-    if softcap_by == 1 and platform == "cuda" and planner.dtype == torch.bfloat16:
-        if (softcap or 0) <= _FAST_TANH_CAP:
-            softcap_by = 3  # prefill computes more than it reads
+    can_be_fast = platform == "cuda" and planner.dtype == torch.bfloat16
+    if softcap_by == 1 and can_be_fast and (softcap or 0) <= _FAST_TANH_CAP:
+        softcap_by = 3  # prefill computes more than it reads
     prefill = common | {
         "SOFTCAP": softcap_by,
         "BLOCK_M": config.prefill["BLOCK_M"],
