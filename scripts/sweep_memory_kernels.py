@@ -679,6 +679,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.smoke and not interpreting():
         parser.error("--smoke needs TRITON_INTERPRET=1")
     cases = cases_of(args)
+    if not args.smoke and not torch.cuda.is_available():
+        parser.error("torch finds no GPU; --smoke tries it without one")
     device = DeviceInfo.detect("cpu" if args.smoke else "cuda")
     compilations = Compilations(cases, device, args.workers)
     rows = []
