@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import operator
+from numbers import Integral
 from typing import TYPE_CHECKING
 
 import torch
@@ -337,8 +338,10 @@ def check_plan(
 def check_numbers(numbers: dict[str, tuple[int, int, int | None]]) -> None:
     """Raise ValueError unless each (value, least, most) is in its range."""
     for name, (value, least, most) in numbers.items():
-        if value < least or (most is not None and value > most):
+        is_whole = isinstance(value, Integral) and not isinstance(value, bool)
+        if not is_whole or value < least or (most is not None and value > most):
             limits = f"at least {least}" if most is None else f"from {least} to {most}"
+            limits = f"a whole number {limits}"
             raise bad_argument(name, limits, value, "correct it")
 
 

@@ -302,6 +302,18 @@ def test_planner_refuses_heads_that_do_not_divide(device):
     )
 
 
+@pytest.mark.parametrize("value", [4.5, True, torch.tensor(4)])
+def test_planner_refuses_what_is_no_whole_number(value, device):
+    refused(
+        "max_num_seqs",
+        str(value.item() if isinstance(value, torch.Tensor) else value),
+        lambda: make_planner(CASE, device, max_num_seqs=value),
+        device,
+        "correct it",
+        "a whole number at least 0",
+    )
+
+
 @pytest.mark.parametrize("pack", [3, 64])
 def test_planner_refuses_a_pack_that_does_not_divide(pack, device):
     tiles = Tiles(block_m=32, pack=pack)
